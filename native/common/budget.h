@@ -1,0 +1,33 @@
+// Bytes of every pool for a configuration: what open allocates and what the memory plan prints.
+// Also the one place that says how a slab image and a block image are laid out.
+#pragma once
+#include "abi.h"
+#include "model.h"
+
+namespace ksl {
+
+// A slab image is float32: delta, then conv, then hidden.
+//   delta  [linear_layers][lin_value_heads][lin_key_dim][lin_value_dim]
+//   conv   [linear_layers][conv_taps - 1][conv_channels], oldest column first
+//   hidden [hidden]
+// A block image is [kv_layers][2 (K, V)][block_tokens][kv_heads][head_dim] in the KV format.
+struct Budget {
+  uint64_t delta_floats, conv_floats, hidden_floats;
+  uint64_t slab_bytes;
+  uint64_t kv_token_bytes;  // K and V of one token in every KV layer
+  uint64_t block_bytes;
+  uint64_t table_bytes;     // block tables of all slots, the engine's copy and the validator's
+  uint64_t slot_bytes;      // sampling state of one slot
+  uint64_t pool_bytes;      // all slabs, blocks, tables and slots
+  int32_t slot_tokens;      // tokens that a slot's block table spans
+  int32_t forced_capacity;  // ids that a FORCE op may give: slot_tokens with test hooks, else 0
+};
+
+// Checks the pool and execution fields of the configuration and fills the budget. `spec` is valid.
+int budget_init(Budget *budget, const ModelSpec *spec, const ksl_config *config, ksl_error *error);
+
+// Bytes of one KV element; 0 for an unknown format.
+int kv_element_bytes(int format);
+const char *kv_format_name(int format);
+
+}  // namespace ksl

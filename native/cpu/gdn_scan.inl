@@ -1,0 +1,112 @@
+// The gated delta rule as a token recurrence over a block of value columns. Lanes are value
+// columns, so a column's bits depend on nothing beside it; sums over the key dimension ascend in
+// one accumulator.
+//
+// Per token, with the state S before it:
+//   d = beta (v - decay (k S)),  S := k d + decay S,  o = q S
+// which is the rule "decay, predict, correct, read" with the decay drawn out of the prediction. One
+// pass over S updates it for a token, reads its output and predicts for the next token, so every
+// element is loaded and stored once per token. The first prediction is made while S is copied from
+// the slab into a block that stays in L1; its order of additions is that of the pass, so cutting a
+// row anywhere changes no bit.
+#include "kernels.h"
+
+namespace ksl {
+namespace {
+
+// Column vector j of a row: full, partial or empty.
+KSL_INLINE V scan_load(const float *p, int j, int nv) {
+  const int m = nv - 16 * j;
+  return m >= 16 ? v_load(p + 16 * j) : v_load_n(p + 16 * j, m);
+}
+KSL_INLINE void scan_store(float *p, V a, int j, int nv) {
+  const int m = nv - 16 * j;
+  if (m >= 16)
+    v_store(p + 16 * j, a);
+  else
+    v_store_n(p + 16 * j, a, m);
+}
+
+template <int N>
+static void scan_copy_out(const float *block, int dk, size_t dv, int nv, float *state) {
+  for (int i = 0; i < dk; i++)
+    for (int j = 0; j < N; j++) scan_store(state + i * dv, v_load(block + (i * N + j) * 16), j, nv);
+}
+
+// S := k d + decay S and o = q S; with kNext also the prediction for the next token's key. The
+// state is read at `from`, rows of N vectors, and written at `to`, rows of `to_stride` floats.
+template <int N, bool kNext>
+KSL_INLINE void scan_token(const float *k, const float *q, const float *next, V g, const V *d,
+                           int dk, const float *from, float *to, size_t to_stride, V *o,
+                           V *predicted) {
+  V out[N], ahead[N];
+  for (int j = 0; j < N; j++) out[j] = ahead[j] = v_zero();
+  for (int i = 0; i < dk; i++) {
+    const V ki = v_set1(k[i]), qi = v_set1(q[i]), ni = kNext ? v_set1(next[i]) : v_zero();
+    for (int j = 0; j < N; j++) {
+      const V s = v_fma(ki, d[j], v_mul(g, v_load(from + (i * N + j) * 16)));
+      v_store(to + i * to_stride + j * 16, s);
+      out[j] = v_fma(qi, s, out[j]);
+      if (kNext) ahead[j] = v_fma(ni, s, ahead[j]);
+    }
+  }
+  for (int j = 0; j < N; j++) {
+    o[j] = out[j];
+    predicted[j] = ahead[j];
+  }
+}
+
+// N vectors of 16 columns.
+template <int N>
+static void scan(const float *q, const float *k, size_t qk_stride, const float *v, float *out,
+                 size_t v_stride, size_t out_stride, const float *decay, const float *beta,
+                 size_t g_stride, int n, int dk, size_t dv, int nv, float *state, bool commit,
+                 int n_cuts, const int *cut_at, float *const *cut_state) {
+  alignas(64) float block[kMaxKeyDim * N * 16];
+  V predicted[N];
+  for (int j = 0; j < N; j++) predicted[j] = v_zero();
+  for (int i = 0; i < dk; i++) {
+    const V ki = v_set1(k[i]);
+    for (int j = 0; j < N; j++) {
+      const V s = scan_load(state + i * dv, j, nv);
+      v_store(block + (i * N + j) * 16, s);
+      predicted[j] = v_fma(ki, s, predicted[j]);
+    }
+  }
+  // The last token may write the slab itself instead of the block.
+  const bool last_in_place = commit && nv == 16 * N && (n_cuts == 0 || cut_at[n_cuts - 1] != n);
+  int cut = 0;
+  for (int t = 0; t < n; t++) {
+    const float *kt = k + t * qk_stride, *qt = q + t * qk_stride;
+    const V g = v_set1(decay[t * g_stride]), b = v_set1(beta[t * g_stride]);
+    V d[N], o[N];
+    for (int j = 0; j < N; j++)
+      d[j] = v_mul(b, v_fnma(g, predicted[j], scan_load(v + t * v_stride, j, nv)));
+    if (t + 1 < n)
+      scan_token<N, true>(kt, qt, kt + qk_stride, g, d, dk, block, block, 16 * N, o, predicted);
+    else if (last_in_place)
+      scan_token<N, false>(kt, qt, nullptr, g, d, dk, block, state, dv, o, predicted);
+    else
+      scan_token<N, false>(kt, qt, nullptr, g, d, dk, block, block, 16 * N, o, predicted);
+    for (int j = 0; j < N; j++) scan_store(out + t * out_stride, o[j], j, nv);
+    for (; cut < n_cuts && cut_at[cut] == t + 1; cut++)
+      scan_copy_out<N>(block, dk, dv, nv, cut_state[cut]);
+  }
+  if (commit && !last_in_place) scan_copy_out<N>(block, dk, dv, nv, state);
+}
+
+static void delta_scan(const float *q, const float *k, size_t qk_stride, const float *v, float *out,
+                       size_t v_stride, size_t out_stride, const float *decay, const float *beta,
+                       size_t g_stride, int n, int dk, size_t dv, int nv, float *state, bool commit,
+                       int n_cuts, const int *cut_at, float *const *cut_state) {
+  if (n <= 0) return;
+  if (nv <= 16)
+    scan<1>(q, k, qk_stride, v, out, v_stride, out_stride, decay, beta, g_stride, n, dk, dv, nv,
+            state, commit, n_cuts, cut_at, cut_state);
+  else
+    scan<2>(q, k, qk_stride, v, out, v_stride, out_stride, decay, beta, g_stride, n, dk, dv, nv,
+            state, commit, n_cuts, cut_at, cut_state);
+}
+
+}  // namespace
+}  // namespace ksl

@@ -1,0 +1,20 @@
+// The inner kernels compiled for one instruction set. No standard header with inline code may be
+// included here: a linker could keep this object's copy of an inline function for every machine.
+#include "kernels.h"
+#include "vec_avx512.h"
+// clang-format off: the bodies use the vector type above
+#include "math.inl"
+#include "norm.inl"
+#include "gemm.inl"
+#include "gdn_scan.inl"
+#include "attn.inl"
+// clang-format on
+
+namespace ksl {
+
+extern const Kernels kernels_avx512 = {
+    "avx512",  gemm, rmsnorm,    l2norm,   gated_norm, add,          silu_mul,    sigmoid_mul,
+    conv_silu, rope, delta_scan, kv_store, attn_tile,  attn_combine, attn_finish,
+};
+
+}  // namespace ksl

@@ -1,0 +1,119 @@
+// Inner kernels of the CPU backend as a table of function pointers, one table per ISA path.
+//
+// Determinism (the contract of the CPU backend): for one table, every output element is a function
+// of its own inputs with one fixed reduction order. gemm gives the same bits for a column whatever
+// the number of columns and whatever row range a call covers; scan gives the same bits however a
+// row is cut; attention tiles are independent and combined in ascending order.
+//
+// All pointers are aligned to 64 bytes where the comment says "aligned"; strides are in floats.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+namespace ksl {
+
+// A weight matrix [rows, cols] in the CPU layout made by matrix_pack (pack.cc). Rows are grouped in
+// panels of kPanel output rows, columns in groups of kGroup; both are padded with zero codes.
+enum { kPanel = 16, kGroup = 16, kScaleBlock = 128 };
+
+struct Matrix {
+  int32_t encoding;  // KSL_ENC_*
+  int32_t rows, cols;
+  uint8_t *codes;   // aligned; [panel][group] blocks of one group each, see pack.cc
+  uint8_t *scales;  // NVFP4: [panel][group][kPanel]; FP8, E2M3: as in the source
+  float *globals;   // NVFP4: as in the source
+  size_t bytes;     // of all three, as held
+};
+
+// One (query column, KV head) group's partial attention over one tile of keys: for each of the
+// group's query heads the running maximum m, sum l and unnormalised accumulator [head_dim].
+enum { kTileKeys = 64, kMaxHeadDim = 256, kMaxGroup = 16 };
+enum { kScanColumns = 32, kMaxKeyDim = 256 };
+
+struct Kernels {
+  const char *name;
+
+  // y[c * ys + r] = sum_k x[c * xs + k] * W[r, k] for r in [r0, r1), c in [0, n). r0 is a multiple
+  // of kPanel; r1 a multiple of kPanel or rows. Reads x only at [0, cols), writes y only at [r0,
+  // r1). The order of additions: within each block of kScaleBlock columns ascending from zero, then
+  // block by block, each multiplied by its scale.
+  void (*gemm)(const Matrix *w, const float *x, size_t xs, int n, int r0, int r1, float *y,
+               size_t ys);
+
+  // The norms and the element-wise functions take any n >= 1; out may be an input.
+  // out = x * rsqrt(mean(x^2) + eps) * gain[i]; gain already holds 1 + w where the model says so.
+  void (*rmsnorm)(const float *x, const float *gain, int n, float eps, float *out);
+  // out = x * rsqrt(sum(x^2) + eps) * scale
+  void (*l2norm)(const float *x, int n, float eps, float scale, float *out);
+  // out = x * rsqrt(mean(x^2) + eps) * gain * silu(z)
+  void (*gated_norm)(const float *x, const float *gain, const float *z, int n, float eps,
+                     float *out);
+  void (*add)(float *x, const float *y, int n);                             // x += y
+  void (*silu_mul)(const float *gate, const float *up, int n, float *out);  // silu(gate) * up
+  void (*sigmoid_mul)(float *x, const float *gate, int n);                  // x *= sigmoid(gate)
+  // out[c] = silu(sum_j taps[j * stride + c] * window[j][c]) for c in [0, n): window[j] is the
+  // column j - 3 positions before the current one (window[3] is current).
+  void (*conv_silu)(const float *const window[4], const float *taps, size_t stride, int n,
+                    float *out);
+  // x [head_dim]: rotates the first 2 * half dims, pairs (j, j + half), with cos/sin [half].
+  void (*rope)(float *x, const float *cos, const float *sin, int half);
+
+  // Delta rule over n tokens for value columns [v0, v0 + nv) of one head, nv <= kScanColumns, dk <=
+  // kMaxKeyDim. Columns are independent of each other.
+  //   q, k: token t at q + t * qk_stride, [dk]; v, out: token t at v + t * v_stride, already offset
+  //   to v0; decay, beta: token t at decay + t * g_stride. state: [dk][dv] of this head, row stride
+  //   dv, offset to v0; read at the start and, if `commit`, written at the end. cuts: after token
+  //   cut_at[i] (1-based count, ascending) the columns are also stored at cut_state[i] (same
+  //   layout).
+  void (*delta_scan)(const float *q, const float *k, size_t qk_stride, const float *v, float *out,
+                     size_t v_stride, size_t out_stride, const float *decay, const float *beta,
+                     size_t g_stride, int n, int dk, size_t dv, int nv, float *state, bool commit,
+                     int n_cuts, const int *cut_at, float *const *cut_state);
+
+  // KV rows of one head: float32 [head_dim] to and from the pool's element type (KSL_KV_*).
+  void (*kv_store)(int format, const float *x, int n, void *row);
+
+  // Tile: keys [0, n_keys) (n_keys <= kTileKeys) whose rows lie at k_rows[j], v_rows[j] (already
+  // offset to the KV head), group query heads q + h * q_stride (already scaled).
+  //   m[h], l[h], acc + h * head_dim: this tile's own maximum, sum and accumulator.
+  void (*attn_tile)(int format, const float *q, size_t q_stride, int group, int head_dim,
+                    const void *const *k_rows, const void *const *v_rows, int n_keys, float *m,
+                    float *l, float *acc);
+  // n_keys 0 gives m = -inf, l = 0, acc = 0. The result depends on the n_keys keys only.
+  // Combines tile `b` into running `a` (both as above, one head); a starts with m = -inf, l = 0 and
+  // any accumulator.
+  void (*attn_combine)(float *ma, float *la, float *acca, float mb, float lb, const float *accb,
+                       int head_dim);
+  // out = acc / l
+  void (*attn_finish)(const float *acc, float l, int head_dim, float *out);
+};
+
+// Tables by KSL_ISA_*; null where the build or the machine lacks it. AUTO: the best.
+const Kernels *kernels_for(int isa);
+const char *kernels_list(void);  // "scalar avx2 avx512" as runnable here
+
+// One table per object, the only symbol it exports.
+extern const Kernels kernels_scalar, kernels_avx2, kernels_avx512;
+
+// Bytes of a packed matrix, a multiple of 64. (pack.cc; not per ISA.)
+size_t matrix_bytes(int encoding, int64_t rows, int64_t cols);
+// Source encodings pass through unchanged in value. Source pointers need no alignment.
+struct MatrixSource {
+  int encoding;
+  int64_t rows, cols;
+  const void *codes, *scales;
+  const float *globals;
+};
+// Sets the fields of `out` over `storage`, which is aligned and holds matrix_bytes. Every row is
+// then to be written by matrix_pack_rows before use.
+void matrix_begin(int encoding, int64_t rows, int64_t cols, uint8_t *storage, Matrix *out);
+// Packs `stripe` (a matrix of its own: its row 0, scales and globals are those of row r0) into rows
+// [r0, r0 + stripe->rows) of `out`. r0 is a multiple of 128, stripe->rows too unless it ends the
+// matrix. Calls for different stripes may run at the same time.
+void matrix_pack_rows(const MatrixSource *stripe, int64_t r0, Matrix *out);
+// matrix_begin, then all rows.
+void matrix_pack(const MatrixSource *src, uint8_t *storage, Matrix *out);
+// One row back to float32 [cols] (embedding look-up, tests): the values of decode_row.
+void matrix_row(const Matrix *w, int row, float *out);
+
+}  // namespace ksl

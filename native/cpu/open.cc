@@ -1,0 +1,303 @@
+// Opening the CPU backend: pools, activations, facts; and freeing all of it.
+#include <math.h>
+#include <sched.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "../common/budget.h"
+#include "../common/error.h"
+#include "state.h"
+
+namespace ksl {
+
+// Work below this many multiply-adds is done by the engine thread alone. Test hooks make it 0, so
+// that tests split the stages of small models too.
+static const int64_t kInlineCost = 500000;
+
+void *own_bytes(Backend *b, size_t bytes) {
+  if (b->n_owned == b->owned_capacity) return nullptr;
+  void *memory = alloc_bytes(b->alloc, bytes);
+  if (memory) b->owned[b->n_owned++] = memory;
+  return memory;
+}
+
+float *own_floats(Backend *b, size_t count) {
+  return static_cast<float *>(own_bytes(b, count * sizeof(float)));
+}
+
+namespace {
+
+size_t padded(size_t floats) {
+  return (floats + 15) / 16 * 16;
+}
+
+int no_memory(ksl_error *error, const char *what) {
+  return fail(error, KSL_NOMEM, "There is not enough memory for %s.", what);
+}
+
+int thread_count(int wanted) {
+  if (wanted > 0) return wanted;
+#ifdef __linux__
+  cpu_set_t set;
+  if (!sched_getaffinity(0, sizeof set, &set)) return CPU_COUNT(&set);
+#endif
+  long cores = sysconf(_SC_NPROCESSORS_ONLN);
+  return cores > 0 ? static_cast<int>(cores) : 1;
+}
+
+bool make_batch(Backend *b, Batch *batch, int columns) {
+  const size_t half = b->spec->kv_layers ? b->spec->rotary_dims / 2 : 0;
+  batch->token = static_cast<int32_t *>(own_bytes(b, columns * sizeof(int32_t)));
+  batch->position = static_cast<int32_t *>(own_bytes(b, columns * sizeof(int32_t)));
+  batch->slot = static_cast<int32_t *>(own_bytes(b, columns * sizeof(int32_t)));
+  batch->cos = own_floats(b, columns * half);
+  batch->sin = own_floats(b, columns * half);
+  batch->hidden = static_cast<const float **>(own_bytes(b, columns * sizeof(float *)));
+  return batch->token && batch->position && batch->slot && batch->cos && batch->sin &&
+         batch->hidden;
+}
+
+int make_pools(Backend *b, ksl_error *error) {
+  const ModelSpec *spec = b->spec;
+  const ksl_config *config = b->config;
+  const uint64_t before = b->alloc->bytes;
+  Budget budget;
+  int code = budget_init(&budget, spec, config, error);
+  if (code) return code;
+  if (spec->linear_layers) {
+    b->state_layer = budget.delta_floats / spec->linear_layers;
+    b->conv_layer = budget.conv_floats / spec->linear_layers;
+  }
+  b->conv_offset = budget.delta_floats;
+  b->hidden_offset = budget.delta_floats + budget.conv_floats;
+  b->image_floats = b->hidden_offset + budget.hidden_floats;
+  b->slab_floats = padded(b->image_floats);
+  b->slabs = own_floats(b, b->slab_floats * config->slabs);
+
+  b->kv_element = kv_element_bytes(config->kv_format);
+  b->kv_row = spec->kv_layers ? spec->head_dim * b->kv_element : 0;
+  b->kv_side = spec->kv_width * b->kv_element * config->block_tokens;
+  b->kv_layer_bytes = 2 * b->kv_side;
+  b->block_bytes = budget.block_bytes;
+  b->blocks = static_cast<uint8_t *>(own_bytes(b, b->block_bytes * config->blocks));
+
+  const size_t entries = static_cast<size_t>(config->slots) * config->max_blocks_per_slot;
+  b->tables = static_cast<int32_t *>(own_bytes(b, entries * sizeof(int32_t)));
+  b->slots = static_cast<SlotState *>(own_bytes(b, config->slots * sizeof(SlotState)));
+  if (!b->slabs || !b->blocks || !b->tables || !b->slots) {
+    return no_memory(error, "the slabs and KV blocks");
+  }
+  memset(b->tables, 0xff, entries * sizeof(int32_t));
+  for (int i = 0; i < config->slots; i++) {
+    if (!slot_init(&b->slots[i], spec->vocab, budget.forced_capacity, b->alloc)) {
+      return no_memory(error, "the slots");
+    }
+  }
+  b->pool_bytes = b->alloc->bytes - before;
+  return KSL_OK;
+}
+
+int make_scratch(Backend *b, ksl_error *error) {
+  const ModelSpec *spec = b->spec;
+  const size_t columns = b->config->wave_columns;
+  const uint64_t before = b->alloc->bytes;
+  b->hidden_stride = padded(spec->hidden);
+  b->mtp_stride = padded(2 * static_cast<size_t>(spec->hidden));
+  b->conv_stride = padded(spec->conv_channels);
+  b->value_stride = padded(spec->v_width);
+  b->head_stride = spec->linear_layers ? padded(spec->lin_value_heads) : 0;
+  b->query_stride = padded(spec->q_width);
+  b->query_gate_stride = padded(2 * static_cast<size_t>(spec->q_width));
+  b->kv_stride = padded(spec->kv_width);
+  b->mlp_stride = padded(spec->intermediate);
+  b->vocab_stride = padded(spec->vocab);
+
+  // Mixers, MLP and the MTP join never live at the same time: one region holds each in turn.
+  const size_t linear = 2 * b->conv_stride + 2 * b->value_stride + 5 * b->head_stride;
+  const size_t full = b->query_gate_stride + 2 * b->kv_stride + 2 * b->query_stride;
+  const size_t mlp = 2 * b->mlp_stride;
+  size_t most = linear > full ? linear : full;
+  if (mlp > most) most = mlp;
+  if (b->mtp_stride > most) most = b->mtp_stride;
+  float *region = own_floats(b, columns * most);
+
+  b->x = own_floats(b, columns * b->hidden_stride);
+  b->normed = own_floats(b, columns * b->hidden_stride);
+  b->mixed = own_floats(b, columns * b->hidden_stride);
+  b->final = own_floats(b, columns * b->hidden_stride);
+  b->chain = own_floats(b, columns * b->hidden_stride);
+  b->head_in = own_floats(b, kHeadBatch * b->hidden_stride);
+  b->logits = own_floats(b, kHeadBatch * b->vocab_stride);
+  b->zero_hidden = own_floats(b, b->hidden_stride);
+  b->rows = static_cast<RowPlan *>(own_bytes(b, b->config->slots * sizeof(RowPlan)));
+  b->jobs = static_cast<HeadJob *>(own_bytes(b, (columns + b->config->slots) * sizeof(HeadJob)));
+
+  const size_t most_kept = static_cast<size_t>(b->config->slots) * (1 + KSL_MAX_DRAFT);
+  b->keep_columns = static_cast<int>(most_kept < columns ? most_kept : columns);
+  b->keep_floats = b->conv_stride + 2 * b->head_stride;
+  b->keep = own_floats(b, b->keep_floats * b->keep_columns * spec->linear_layers);
+
+  const int group = spec->kv_layers ? spec->heads / spec->kv_heads : 1;
+  const size_t query = spec->kv_layers ? static_cast<size_t>(group) * spec->head_dim : 0;
+  b->partial_tiles = 32 * b->threads;
+  b->partials = own_floats(b, padded(query + 2 * group) * b->partial_tiles);
+  b->workers = static_cast<WorkerScratch *>(own_bytes(b, b->threads * sizeof(WorkerScratch)));
+  if (!region || !b->x || !b->normed || !b->mixed || !b->final || !b->chain || !b->head_in ||
+      !b->logits || !b->zero_hidden || !b->rows || !b->jobs || !b->keep || !b->partials ||
+      !b->workers || !make_batch(b, &b->trunk, b->config->wave_columns) ||
+      !make_batch(b, &b->drafts, b->config->slots)) {
+    return no_memory(error, "the activations");
+  }
+  for (int i = 0; i < b->threads; i++) {
+    WorkerScratch *w = &b->workers[i];
+    const bool sampler = scratch_init(&w->sample, spec->vocab, b->alloc);
+    w->query = own_floats(b, 3 * padded(query));
+    w->m = own_floats(b, 4 * padded(group));
+    w->replay = own_floats(b, (1 + KSL_MAX_DRAFT) * (b->conv_stride + b->value_stride));
+    if (!sampler || !w->query || !w->m || !w->replay) {
+      return no_memory(error, "the activations");
+    }
+    w->acc = w->query + padded(query);
+    w->tile_acc = w->acc + padded(query);
+    w->l = w->m + padded(group);
+    w->tile_m = w->l + padded(group);
+    w->tile_l = w->tile_m + padded(group);
+  }
+
+  b->qkv = region;
+  b->gated = region;  // the pre-conv columns are spent when the gated norm writes
+  b->conv = b->qkv + columns * b->conv_stride;
+  b->z = b->conv + columns * b->conv_stride;
+  b->core = b->z + columns * b->value_stride;
+  b->gate_a = b->core + columns * b->value_stride;
+  b->gate_b = b->gate_a + columns * b->head_stride;
+  b->g = b->gate_b + columns * b->head_stride;
+  b->decay = b->g + columns * b->head_stride;
+  b->beta = b->decay + columns * b->head_stride;
+  b->query_gate = region;
+  b->k = b->query_gate + columns * b->query_gate_stride;
+  b->v = b->k + columns * b->kv_stride;
+  b->q = b->v + columns * b->kv_stride;
+  b->o = b->q + columns * b->query_stride;
+  b->mlp_gate = region;
+  b->mlp_up = region + columns * b->mlp_stride;
+  b->mtp_in = region;
+  b->scratch_bytes = b->alloc->bytes - before;
+  return KSL_OK;
+}
+
+int fill_backend(Backend *b, const TensorTable *tensors, ksl_error *error) {
+  const ModelSpec *spec = b->spec;
+  const ksl_config *config = b->config;
+  for (int list = 0; list < kListCount; list++) {
+    const StageList stages = static_cast<StageList>(list);
+    int code = program_check(stages, stage_table(stages), error);
+    if (code) return code;
+  }
+  if (spec->kv_layers &&
+      (spec->head_dim > kMaxHeadDim || spec->heads / spec->kv_heads > kMaxGroup)) {
+    return fail(
+        error, KSL_INVALID,
+        "The CPU backend takes attention heads of at most %d dims and %d query heads per KV "
+        "head, not %d and %d.",
+        int(kMaxHeadDim), int(kMaxGroup), spec->head_dim, spec->heads / spec->kv_heads);
+  }
+  if (spec->linear_layers && spec->lin_key_dim > kMaxKeyDim) {
+    return fail(error, KSL_INVALID,
+                "The CPU backend takes linear key heads of at most %d dims, not %d.",
+                int(kMaxKeyDim), spec->lin_key_dim);
+  }
+  b->kernels = kernels_for(config->isa);
+  if (!b->kernels) {
+    return fail(error, KSL_INVALID,
+                "This machine or build has no instruction set path %d (has: %s).", config->isa,
+                kernels_list());
+  }
+  b->threads = thread_count(config->threads);
+  b->inline_cost = config->test_hooks ? 0 : kInlineCost;
+  b->owned_capacity = 24 * (spec->layers + spec->mtp_layers) + 8 * b->threads + 80;
+  b->owned = alloc_many<void *>(b->alloc, b->owned_capacity);
+  if (!b->owned) return no_memory(error, "the engine");
+
+  const int half = spec->kv_layers ? spec->rotary_dims / 2 : 0;
+  b->frequency = static_cast<double *>(own_bytes(b, half * sizeof(double)));
+  if (!b->frequency) return no_memory(error, "the engine");
+  for (int j = 0; j < half; j++) {
+    b->frequency[j] = pow(spec->rope_theta, -2.0 * j / spec->rotary_dims);
+  }
+  int code = load_weights(b, tensors, error);
+  if (!code) code = make_pools(b, error);
+  if (!code) code = make_scratch(b, error);
+  if (code) return code;
+  b->pool = pool_create(b->threads, config->nice, b->alloc, error);
+  return b->pool ? KSL_OK : (error && error->code ? error->code : KSL_NOMEM);
+}
+
+}  // namespace
+
+void cpu_close(Backend *b) {
+  if (!b) return;
+  if (b->pool) pool_destroy(b->pool);
+  if (b->slots) {
+    for (int i = 0; i < b->config->slots; i++) slot_free(&b->slots[i]);
+  }
+  for (int i = 0; b->workers && i < b->threads; i++) scratch_free(&b->workers[i].sample);
+  for (int i = b->n_owned; i-- > 0;) alloc_free(b->owned[i]);
+  alloc_free(b->owned);
+  alloc_free(b);
+}
+
+int cpu_open(const ModelSpec *spec, const ksl_config *config, const TensorTable *tensors,
+             Alloc *alloc, Backend **out, ksl_error *error) {
+  Backend *b = alloc_many<Backend>(alloc, 1);
+  if (!b) return no_memory(error, "the engine");
+  b->spec = spec;
+  b->config = config;
+  b->alloc = alloc;
+  int code = fill_backend(b, tensors, error);
+  if (code) {
+    cpu_close(b);
+    return code;
+  }
+  *out = b;
+  return KSL_OK;
+}
+
+void cpu_info(Backend *b, ksl_info *info) {
+  static const char *const kEncodings[] = {"f32", "bf16", "fp8", "e2m3", "nvfp4"};
+  const ModelSpec *spec = b->spec;
+  const ksl_config *config = b->config;
+  info->vocab = spec->vocab;
+  info->hidden = spec->hidden;
+  info->layers = spec->layers;
+  info->mtp_layers = spec->mtp_layers;
+  info->slots = config->slots;
+  info->slabs = config->slabs;
+  info->blocks = config->blocks;
+  info->block_tokens = config->block_tokens;
+  info->threads = b->threads;
+  info->has_mtp = spec->mtp_layers > 0;
+  info->weight_bytes = b->weight_bytes;
+  info->token_bytes = b->token_bytes;
+  info->slab_bytes = b->image_floats * sizeof(float);
+  info->block_bytes = b->block_bytes;
+  info->kv_token_bytes = b->block_bytes / config->block_tokens;
+  info->pool_bytes = b->pool_bytes;
+  info->scratch_bytes = b->scratch_bytes;
+  snprintf(info->isa, sizeof info->isa, "%s", b->kernels->name);
+  snprintf(info->activation, sizeof info->activation, "float");
+  snprintf(info->equality, sizeof info->equality, "bit");
+  int at = snprintf(info->numerics, sizeof info->numerics,
+                    "cpu %.16s %s kv=%s float weights=", ksl_source_digest(), b->kernels->name,
+                    kv_format_name(config->kv_format));
+  const char *separator = "";
+  for (int e = 0; e < 5; e++) {
+    if (!(b->encodings >> e & 1) || at >= static_cast<int>(sizeof info->numerics)) continue;
+    at +=
+        snprintf(info->numerics + at, sizeof info->numerics - at, "%s%s", separator, kEncodings[e]);
+    separator = "+";
+  }
+}
+
+}  // namespace ksl

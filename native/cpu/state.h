@@ -1,0 +1,262 @@
+// The CPU backend's state and what its files share. Strides and sizes are in floats unless named
+// bytes.
+#pragma once
+#include "../common/backend.h"
+#include "../common/pool.h"
+#include "../common/program.h"
+#include "../common/sample.h"
+#include "kernels.h"
+
+namespace ksl {
+
+enum {
+  kConvChannels = 512,  // channels of one convolution task
+  kHeadBatch = 32,      // columns whose logits exist at one time
+  kConvTaps = 4,
+  kHistory = kConvTaps - 1
+};
+
+struct LinearWeights {
+  Matrix qkv, z, b, a, out;
+  float *taps;     // [4][channels]
+  float *decay;    // [value heads], -exp(A_log)
+  float *dt_bias;  // [value heads]
+  float *norm;     // [value dim], a plain gain
+};
+
+struct FullWeights {
+  Matrix q, k, v, out;
+  float *q_norm, *k_norm;  // [head_dim], 1 + w
+};
+
+struct LayerWeights {
+  int kind;
+  int index;                   // among the layers of its kind (full: KV layer number)
+  float *in_norm, *post_norm;  // [hidden], 1 + w
+  Matrix gate, up, down;
+  LinearWeights linear;
+  FullWeights full;
+};
+
+// Columns that run through the layers together. A column is one position of one sequence.
+struct Batch {
+  int n;
+  int32_t *token, *position, *slot;
+  float *cos, *sin;      // [n][rotary_dims / 2]
+  const float **hidden;  // MTP: the hidden state before this position
+};
+
+// One row of the wave being run.
+struct RowPlan {
+  const ksl_row *row;
+  ksl_done *done;
+  SlotState *slot;
+  float *slab;
+  int column;  // its first column
+  int n;       // columns, fewer than asked where drafts are missing; 0: it does nothing
+  int keep;    // first column of the kept scan inputs, -1: the state is committed as it is computed
+  int committed;  // columns whose state the slab has in the end
+  bool ended;     // no more of its columns are sampled
+  int n_cuts;     // ascending offsets; VERIFY rows have none
+  int cut_offset[KSL_MAX_CUTS];
+  float *cut_slab[KSL_MAX_CUTS];
+};
+
+struct HeadJob {
+  int row;     // index into rows
+  int offset;  // column within the row; drafting: the step
+};
+
+// Per worker.
+struct WorkerScratch {
+  SampleScratch sample;
+  float *query, *acc, *tile_acc;   // [group][head_dim]
+  float *m, *l, *tile_m, *tile_l;  // [group]
+  const void *keys[kTileKeys], *values[kTileKeys];
+  float *replay;  // [1 + KSL_MAX_DRAFT][conv_channels]
+};
+
+struct Backend {
+  const ModelSpec *spec;
+  const ksl_config *config;
+  Alloc *alloc;
+  const Kernels *kernels;
+  Pool *pool;
+  int threads;
+  int64_t inline_cost;  // see parallel()
+  void **owned;
+  int n_owned, owned_capacity;
+
+  // weights
+  LayerWeights *layers;  // [layers + mtp_layers]
+  Matrix embedding, head;
+  float *final_norm;
+  Matrix mtp_fc;
+  float *mtp_norm_embedding, *mtp_norm_hidden, *mtp_norm;
+  double *frequency;  // [rotary_dims / 2]
+  uint64_t weight_bytes, token_bytes;
+  uint32_t encodings;  // bit set per KSL_ENC_* in use
+
+  // pools
+  size_t state_layer, conv_layer;     // of one linear layer in a slab
+  size_t conv_offset, hidden_offset;  // in a slab
+  size_t image_floats, slab_floats;   // of its image (budget.h) and in the pool
+  float *slabs;
+  uint8_t *blocks;
+  size_t kv_element, kv_row, kv_side, kv_layer_bytes, block_bytes;  // bytes
+  int32_t *tables;  // [slots][max_blocks_per_slot], -1: none
+  SlotState *slots;
+  uint64_t pool_bytes, scratch_bytes;
+
+  // the running wave
+  const Wave *wave;
+  RowPlan *rows;  // [slots]
+  int n_rows;
+  Batch trunk;    // the wave's columns
+  Batch drafts;   // one column per drafting row
+  Batch *batch;   // which of them runs
+  bool kv_only;   // attention stages stop at keys and values
+  HeadJob *jobs;  // [wave_columns]
+
+  // activation arena; x_stride etc. are multiples of 16
+  size_t hidden_stride, mtp_stride, conv_stride, value_stride, head_stride, query_stride,
+      query_gate_stride, kv_stride, mlp_stride, vocab_stride, key_stride;
+  float *x, *normed, *mixed, *final;          // [columns][hidden]
+  float *qkv, *conv;                          // [columns][conv_channels]
+  float *z, *core, *gated;                    // [columns][v_width]
+  float *gate_a, *gate_b, *g, *decay, *beta;  // [columns][value heads]
+  float *query_gate, *k, *v, *q, *o;
+  float *mlp_gate, *mlp_up;
+  float *mtp_in;    // [columns][2 * hidden]
+  float *chain;     // [columns][hidden], post-norm MTP hidden
+  float *head_in;   // [kHeadBatch][hidden]
+  float *logits;    // [kHeadBatch][vocab]
+  float *partials;  // attention tiles of few columns over many keys
+  int partial_tiles;
+  float *zero_hidden;  // [hidden]
+  // kept inputs of VERIFY rows: [linear layers][keep_columns][keep_floats]: pre-conv column, decay,
+  // beta
+  float *keep;
+  int keep_columns;
+  size_t keep_floats;
+  WorkerScratch *workers;
+};
+
+// ---- memory
+
+// Zeroed, aligned, freed at close; null when memory is out.
+void *own_bytes(Backend *b, size_t bytes);
+float *own_floats(Backend *b, size_t count);
+
+// ---- weights.cc
+
+int load_weights(Backend *b, const TensorTable *tensors, ksl_error *error);
+
+// ---- parallel work
+
+// `cost` is about the multiply-adds of the whole; small work runs in the caller, since waking a
+// worker costs more.
+void parallel(Backend *b, int n, int64_t cost, PoolTask task, void *context);
+
+// y = x Wᵀ for up to four matrices that read the same input.
+struct Projection {
+  const Matrix *w;
+  float *y;
+  size_t stride;
+};
+void project(Backend *b, const Projection *projections, int n_projections, const float *x,
+             size_t x_stride, int columns);
+
+// out[c] = rms(x[c]) * gain for all columns of the batch.
+void norm_columns(Backend *b, const float *x, const float *gain, float *out, int columns);
+
+// ---- positions
+
+inline float *slab_state(const Backend *b, float *slab, int linear) {
+  return slab + linear * b->state_layer;
+}
+inline float *slab_history(const Backend *b, float *slab, int linear) {
+  return slab + b->conv_offset + linear * b->conv_layer;
+}
+inline float *slab_hidden(const Backend *b, float *slab) {
+  return slab + b->hidden_offset;
+}
+inline float *slab_at(const Backend *b, int index) {
+  return b->slabs + index * b->slab_floats;
+}
+
+// The key row of a position and head; the value row lies kv_side bytes behind, the row of the next
+// position kv_row * kv_heads.
+inline uint8_t *kv_at(const Backend *b, int slot, int layer, int position, int head) {
+  const int tokens = b->config->block_tokens;
+  int32_t block =
+      b->tables[static_cast<size_t>(slot) * b->config->max_blocks_per_slot + position / tokens];
+  return b->blocks + block * b->block_bytes + layer * b->kv_layer_bytes +
+         (static_cast<size_t>(position % tokens) * b->spec->kv_heads + head) * b->kv_row;
+}
+
+// ---- stages
+
+void stage_embed(void *context, int layer);
+void stage_in_norm(void *context, int layer);
+void stage_mixer_add(void *context, int layer);
+
+void stage_gdn_project(void *context, int layer);
+void stage_gdn_conv(void *context, int layer);
+void stage_gdn_unit(void *context, int layer);
+void stage_gdn_gates(void *context, int layer);
+void stage_gdn_scan(void *context, int layer);
+void stage_gdn_gated_norm(void *context, int layer);
+void stage_gdn_out(void *context, int layer);
+// Brings the slabs of VERIFY rows from before the row to after its committed columns.
+void gdn_commit_kept(Backend *b);
+
+void stage_attn_project(void *context, int layer);
+void stage_attn_heads(void *context, int layer);
+void stage_attn_store(void *context, int layer);
+void stage_attn_core(void *context, int layer);
+void stage_attn_gate(void *context, int layer);
+void stage_attn_out(void *context, int layer);
+
+void stage_post_norm(void *context, int layer);
+void stage_mlp_project(void *context, int layer);
+void stage_mlp_act(void *context, int layer);
+void stage_mlp_down(void *context, int layer);
+void stage_mlp_add(void *context, int layer);
+
+void stage_final_norm(void *context, int layer);
+// Logits of the columns that need them; samples and scores.
+void stage_head(void *context, int layer);
+// Logits of given hidden states [n <= kHeadBatch] into b->logits.
+void head_logits(Backend *b, int n);
+
+void stage_mtp_input(void *context, int layer);
+void stage_mtp_norm(void *context, int layer);
+void stage_mtp_head(void *context, int layer);
+// MTP keys and values of the wave's columns, or the whole layer where a tap asks for it.
+void mtp_follow(Backend *b);
+// Drafts for the rows that ask for them.
+void mtp_propose(Backend *b);
+
+// ---- open.cc, backend.cc
+
+int cpu_open(const ModelSpec *spec, const ksl_config *config, const TensorTable *tensors,
+             Alloc *alloc, Backend **out, ksl_error *error);
+void cpu_info(Backend *b, ksl_info *info);
+void cpu_close(Backend *b);
+// Fills cos and sin of a batch's columns from their positions.
+void batch_rotary(Backend *b, Batch *batch);
+
+// ---- stages.cc
+
+const StageTable *stage_table(StageList list);
+// Runs a stage list on the batch, with taps if it is the wave's.
+void walk(Backend *b, StageList list, int layer);
+// Whether the wave asks for a tap of that name or (prefix) one that starts so.
+bool wants_tap(const Backend *b, const char *name, bool prefix);
+// Appends columns to the tap: `segments` pieces of `width` floats, `segment_stride` apart, for each
+// column.
+void tap_append(Backend *b, Tap tap, int layer, const float *data, size_t column_stride,
+                int columns, int segments, int width, size_t segment_stride);
+
+}  // namespace ksl

@@ -1,0 +1,600 @@
+// Checks one kernel table (argument: scalar, avx2 or avx512) against double-precision references on
+// fresh inputs, and its determinism properties bit for bit. The optional second argument seeds the
+// inputs. Prints what failed; exit status 1 then.
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <vector>
+
+#include "../common/codec.h"
+#include "../cpu/kernels.h"
+
+using namespace ksl;
+
+namespace {
+
+typedef std::vector<float> Floats;
+
+int failures = 0;
+
+__attribute__((format(printf, 2, 3))) void check(bool good, const char *format, ...) {
+  if (good) return;
+  if (++failures > 20) return;
+  va_list args;
+  va_start(args, format);
+  vfprintf(stderr, format, args);
+  va_end(args);
+  fputc('\n', stderr);
+}
+
+uint64_t random_state;
+
+uint32_t random_bits() {
+  uint64_t z = (random_state += 0x9e3779b97f4a7c15u);
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+  return (uint32_t)(z >> 32);
+}
+double uniform() {
+  return random_bits() * 0x1p-32 * 2 - 1;
+}
+int below(int n) {
+  return (int)(random_bits() % (uint32_t)n);
+}
+
+Floats random_floats(size_t n, double scale = 1) {
+  Floats x(n);
+  for (float &v : x) v = (float)(uniform() * scale);
+  return x;
+}
+
+bool same_bits(const float *a, const float *b, size_t n) {
+  return !memcmp(a, b, 4 * n);
+}
+
+// ---- matrices
+
+struct Encoded {
+  int encoding, rows, cols;
+  std::vector<uint8_t> codes, scales;
+  Floats globals;
+  Floats values;  // decode_row of every row
+};
+
+// Random codes: every bit pattern may occur, except NaN, so that products stay comparable.
+Encoded random_matrix(int encoding, int rows, int cols) {
+  Encoded m = {encoding, rows, cols, {}, {}, {}, Floats((size_t)rows * cols)};
+  const size_t n = (size_t)rows * cols, row_blocks = (rows + 127) / 128;
+  const size_t blocks = row_blocks * ((cols + 127) / 128);
+  if (encoding == KSL_ENC_F32) {
+    const Floats x = random_floats(n);
+    m.codes.resize(4 * n);
+    memcpy(m.codes.data(), x.data(), 4 * n);
+  } else if (encoding == KSL_ENC_BF16) {
+    m.codes.resize(2 * n);
+    for (size_t i = 0; i < n; i++) {
+      const uint16_t v = f32_to_bf16((float)uniform());
+      memcpy(&m.codes[2 * i], &v, 2);
+    }
+  } else {
+    m.codes.resize(encoding == KSL_ENC_FP8 ? n : encoding == KSL_ENC_E2M3 ? n / 4 * 3 : n / 2);
+    for (uint8_t &c : m.codes) {
+      c = (uint8_t)random_bits();
+      if (encoding == KSL_ENC_FP8 && (c & 0x7f) == 0x7f) c ^= 1;
+    }
+    if (encoding == KSL_ENC_FP8) {
+      const Floats x = random_floats(blocks);
+      m.scales.resize(4 * blocks);
+      memcpy(m.scales.data(), x.data(), 4 * blocks);
+    } else if (encoding == KSL_ENC_E2M3) {
+      m.scales.resize(blocks);
+      for (uint8_t &s : m.scales) s = (uint8_t)(117 + below(20));
+    } else {
+      m.scales.resize(n / 16);
+      for (uint8_t &s : m.scales) s = (uint8_t)below(0x7f);
+      m.globals = random_floats(row_blocks, 0.01);
+    }
+  }
+  for (int r = 0; r < rows; r++)
+    decode_row(encoding, m.codes.data(), m.scales.data(), m.globals.data(), rows, cols, r,
+               &m.values[(size_t)r * cols]);
+  return m;
+}
+
+// Storage of a packed matrix, aligned.
+struct Packed {
+  std::vector<uint8_t> bytes;
+  Matrix w;
+
+  explicit Packed(const Encoded &m) : bytes(matrix_bytes(m.encoding, m.rows, m.cols) + 64, 0xcd) {
+    const MatrixSource source = {m.encoding,     m.rows,          m.cols,
+                                 m.codes.data(), m.scales.data(), m.globals.data()};
+    matrix_pack(&source, storage(), &w);
+  }
+  uint8_t *storage() { return bytes.data() + (64 - (uintptr_t)bytes.data() % 64) % 64; }
+};
+
+const char *const kEncodings[] = {"f32", "bf16", "fp8", "e2m3", "nvfp4"};
+
+void test_packing(int encoding, int rows, int cols) {
+  const Encoded m = random_matrix(encoding, rows, cols);
+  Packed packed(m);
+  Floats row(cols);
+  for (int r = 0; r < rows; r++) {
+    matrix_row(&packed.w, r, row.data());
+    check(same_bits(row.data(), &m.values[(size_t)r * cols], cols), "%s %dx%d: matrix_row %d",
+          kEncodings[encoding], rows, cols, r);
+  }
+  // By stripes, each a matrix of its own: the same bytes.
+  std::vector<uint8_t> other(matrix_bytes(encoding, rows, cols) + 64, 0xab);
+  uint8_t *storage = other.data() + (64 - (uintptr_t)other.data() % 64) % 64;
+  Matrix w;
+  matrix_begin(encoding, rows, cols, storage, &w);
+  for (int r0 = 0; r0 < rows; r0 += 128) {
+    const size_t row_codes = m.codes.size() / (size_t)rows, blocks = (size_t)(cols + 127) / 128;
+    size_t scale_at = 0;
+    if (encoding == KSL_ENC_FP8) scale_at = 4 * (r0 / 128) * blocks;
+    if (encoding == KSL_ENC_E2M3) scale_at = (r0 / 128) * blocks;
+    if (encoding == KSL_ENC_NVFP4) scale_at = (size_t)r0 * cols / 16;
+    const MatrixSource stripe = {encoding,
+                                 rows - r0 < 128 ? rows - r0 : 128,
+                                 cols,
+                                 m.codes.data() + r0 * row_codes,
+                                 m.scales.data() + scale_at,
+                                 m.globals.data() + (encoding == KSL_ENC_NVFP4 ? r0 / 128 : 0)};
+    matrix_pack_rows(&stripe, r0, &w);
+  }
+  const size_t codes = (size_t)(packed.w.scales - packed.w.codes);
+  check(!memcmp(w.codes, packed.w.codes, codes), "%s %dx%d: stripes give other codes",
+        kEncodings[encoding], rows, cols);
+  for (int r = 0; r < rows; r++) {
+    matrix_row(&w, r, row.data());
+    check(same_bits(row.data(), &m.values[(size_t)r * cols], cols), "%s %dx%d: stripes row %d",
+          kEncodings[encoding], rows, cols, r);
+  }
+}
+
+// A unit vector reads one weight: the kernels decode exactly what the codec does.
+void test_decoding(const Kernels &k, int encoding, int rows, int cols) {
+  const Encoded m = random_matrix(encoding, rows, cols);
+  Packed packed(m);
+  Floats x((size_t)cols * cols), y((size_t)cols * rows);
+  for (int c = 0; c < cols; c++) x[(size_t)c * cols + c] = 1;
+  for (const int n : {1, 2, 3, 4, cols}) {
+    for (int c = 0; c + n <= cols; c += n)
+      k.gemm(&packed.w, &x[(size_t)c * cols], cols, n, 0, rows, &y[(size_t)c * rows], rows);
+    bool good = true;
+    for (int c = 0; c < cols / n * n; c++)
+      for (int r = 0; r < rows; r++)
+        good = good && y[(size_t)c * rows + r] == m.values[(size_t)r * cols + c];
+    check(good, "%s %dx%d by %d: decoded weights differ from the codec", kEncodings[encoding], rows,
+          cols, n);
+  }
+}
+
+// Every code, in every position of a group.
+void test_all_codes(const Kernels &k, int encoding) {
+  const int count = encoding == KSL_ENC_FP8 ? 256 : encoding == KSL_ENC_E2M3 ? 64 : 16;
+  const int bits = encoding == KSL_ENC_FP8 ? 8 : encoding == KSL_ENC_E2M3 ? 6 : 4;
+  Encoded m = random_matrix(encoding, count, 16);
+  for (int r = 0; r < count; r++)
+    for (int c = 0; c < 16; c++) {
+      const int code = (r + 5 * c) % count;
+      for (int b = 0; b < bits; b++) {
+        const size_t at = ((size_t)r * 16 + c) * bits + b;
+        uint8_t &byte = m.codes[at / 8];
+        byte = (uint8_t)((byte & ~(1 << at % 8)) | (code >> b & 1) << at % 8);
+      }
+    }
+  Packed packed(m);
+  Floats y((size_t)count), row(16);
+  for (int c = 0; c < 16; c++) {
+    Floats x(16);
+    x[c] = 1;
+    k.gemm(&packed.w, x.data(), 16, 1, 0, count, y.data(), count);
+    for (int r = 0; r < count; r++) {
+      decode_row(encoding, m.codes.data(), m.scales.data(), m.globals.data(), count, 16, r,
+                 row.data());
+      bool nan = false;  // a NaN anywhere in a row reaches its output
+      for (const float v : row) nan = nan || v != v;
+      check(nan ? y[r] != y[r] : y[r] == row[c], "%s: row %d column %d gives %a, codec %a",
+            kEncodings[encoding], r, c, y[r], row[c]);
+    }
+  }
+}
+
+void test_gemm(const Kernels &k, int encoding, int rows, int cols, int n) {
+  const Encoded m = random_matrix(encoding, rows, cols);
+  Packed packed(m);
+  const size_t xs = (size_t)cols + 16 * below(3), ys = (size_t)rows + below(5);
+  Floats x = random_floats(xs * n), y(ys * n, 7.0f);
+  for (int c = 0; c < n; c++)  // what lies behind a column is not read
+    for (size_t i = cols; i < xs; i++) x[c * xs + i] = NAN;
+  k.gemm(&packed.w, x.data(), xs, n, 0, rows, y.data(), ys);
+  for (int c = 0; c < n; c++)
+    for (int r = 0; r < rows; r++) {
+      double sum = 0, size = 0;
+      for (int i = 0; i < cols; i++) {
+        const double term = (double)m.values[(size_t)r * cols + i] * x[c * xs + i];
+        sum += term;
+        size += fabs(term);
+      }
+      check(fabs(y[c * ys + r] - sum) <= 1e-6 * size, "%s %dx%d by %d: [%d, %d] is %g, not %g",
+            kEncodings[encoding], rows, cols, n, c, r, y[c * ys + r], sum);
+    }
+  for (int c = 0; c < n; c++)
+    for (size_t r = rows; r < ys; r++) check(y[c * ys + r] == 7.0f, "gemm wrote behind its rows");
+  // Any split of columns and rows gives the same bits.
+  for (int round = 0; round < 4; round++) {
+    Floats z(ys * n, 7.0f);
+    for (int c = 0; c < n;) {
+      const int width = round == 0 ? 1 : 1 + below(n - c);
+      for (int r = 0; r < rows;) {
+        int end = r + 16 * (1 + below(4));
+        if (end > rows) end = rows;
+        k.gemm(&packed.w, &x[c * xs], xs, width, r, end, &z[c * ys], ys);
+        r = end;
+      }
+      c += width;
+    }
+    check(same_bits(y.data(), z.data(), y.size()), "%s %dx%d by %d: bits depend on the split",
+          kEncodings[encoding], rows, cols, n);
+  }
+}
+
+// ---- norms and element-wise kernels
+
+double ulps(double value, double expected) {
+  if (value == expected) return 0;
+  int e;
+  frexp(expected, &e);
+  return fabs(value - expected) / ldexp(1.0, (e < -125 ? -125 : e) - 24);
+}
+
+double sigmoid(double x) {
+  return 1 / (1 + exp(-x));
+}
+
+void test_functions(const Kernels &k) {
+  // x * sigmoid(g) with x = 1, and silu(g) * 1, over the whole range of floats.
+  Floats gates = {0.0f,     -0.0f,    1e-40f,    -1e-40f, 1e-30f,  1e4f,    -1e4f,
+                  88.5f,    -88.5f,   -87.4f,    -103.0f, -104.5f, -150.0f, 3.4e38f,
+                  -3.4e38f, INFINITY, -INFINITY, 16.0f,   -16.0f,  0.5f};
+  for (int i = 0; i < 20000; i++) gates.push_back((float)(uniform() * (i % 2 ? 100 : 4)));
+  const int n = (int)gates.size();
+  Floats ones(n, 1.0f), s(n, 1.0f), silu(n);
+  k.sigmoid_mul(s.data(), gates.data(), n);
+  k.silu_mul(gates.data(), ones.data(), n, silu.data());
+  for (int i = 0; i < n; i++) {
+    const double g = gates[i], t = sigmoid(g);
+    // Below the range of e^-x in float32 the result is 0 or close to it.
+    if (g > -87)
+      check(ulps(s[i], t) <= 3, "sigmoid(%a) = %a, %.2f ulp", gates[i], s[i], ulps(s[i], t));
+    else
+      check(s[i] >= 0 && s[i] <= 1e-37f, "sigmoid(%a) = %a", gates[i], s[i]);
+    if (g == INFINITY)
+      check(silu[i] == INFINITY, "silu(inf) = %a", silu[i]);
+    else if (g > -87)
+      check(ulps(silu[i], g * t) <= 3, "silu(%a) = %a, %.2f ulp", gates[i], silu[i],
+            ulps(silu[i], g * t));
+    else
+      check(silu[i] <= 0 && silu[i] >= -1e-35f, "silu(%a) = %a", gates[i], silu[i]);
+  }
+  // Combining a tile of maximum x into one of maximum 0 scales its accumulator by e^x.
+  for (int i = 0; i < 20000; i++) {
+    const float x = (float)((uniform() - 1) * (i % 2 ? 43 : 2)), tile = 1;
+    float m = 0, l = 1, acc = 0;
+    k.attn_combine(&m, &l, &acc, x, 1, &tile, 1);
+    check(ulps(acc, exp((double)x)) <= 1.25, "exp(%a) = %a, %.2f ulp", x, acc,
+          ulps(acc, exp((double)x)));
+  }
+  float nan = NAN, one = 1;
+  k.sigmoid_mul(&one, &nan, 1);
+  check(one != one, "sigmoid(nan) is not nan");
+  one = 1;
+  k.silu_mul(&nan, &one, 1, &one);
+  check(one != one, "silu(nan) is not nan");
+}
+
+void close_to(float value, double expected, double scale, const char *what, int n, int i) {
+  check(fabs(value - expected) <= 2e-6 * (fabs(expected) + scale), "%s of %d: [%d] is %g, not %g",
+        what, n, i, value, expected);
+}
+
+void test_norms(const Kernels &k, int n) {
+  const Floats x = random_floats(n, 3), gain = random_floats(n, 2), z = random_floats(n, 6);
+  const float guard = 42.0f;
+  Floats out(n + 1, guard);
+  double square = 0;
+  for (const float v : x) square += (double)v * v;
+  const double rms = 1 / sqrt(square / n + 1e-6), l2 = 1 / sqrt(square + 1e-6);
+  k.rmsnorm(x.data(), gain.data(), n, 1e-6f, out.data());
+  for (int i = 0; i < n; i++) close_to(out[i], x[i] * rms * gain[i], 0, "rmsnorm", n, i);
+  k.l2norm(x.data(), n, 1e-6f, 0.125f, out.data());
+  for (int i = 0; i < n; i++) close_to(out[i], x[i] * l2 * 0.125, 0, "l2norm", n, i);
+  k.gated_norm(x.data(), gain.data(), z.data(), n, 1e-6f, out.data());
+  for (int i = 0; i < n; i++)
+    close_to(out[i], x[i] * rms * gain[i] * z[i] * sigmoid(z[i]), 0, "gated_norm", n, i);
+  k.silu_mul(x.data(), z.data(), n, out.data());
+  for (int i = 0; i < n; i++) close_to(out[i], x[i] * sigmoid(x[i]) * z[i], 0, "silu_mul", n, i);
+  Floats y(x);
+  y.push_back(guard);
+  k.sigmoid_mul(y.data(), z.data(), n);
+  for (int i = 0; i < n; i++) close_to(y[i], x[i] * sigmoid(z[i]), 0, "sigmoid_mul", n, i);
+  memcpy(y.data(), x.data(), 4 * (size_t)n);
+  k.add(y.data(), z.data(), n);
+  for (int i = 0; i < n; i++) check(y[i] == x[i] + z[i], "add of %d: [%d]", n, i);
+  const size_t stride = n + 3;
+  const Floats taps = random_floats(4 * stride), history = random_floats(4 * (size_t)n);
+  const float *window[4];
+  for (int j = 0; j < 4; j++) window[j] = &history[(size_t)j * n];
+  k.conv_silu(window, taps.data(), stride, n, out.data());
+  for (int i = 0; i < n; i++) {
+    double sum = 0;
+    for (int j = 0; j < 4; j++) sum += (double)taps[j * stride + i] * window[j][i];
+    close_to(out[i], sum * sigmoid(sum), 1, "conv_silu", n, i);
+  }
+  check(out[n] == guard && y[n] == guard, "an element-wise kernel of %d wrote behind its end", n);
+  // In place gives the same bits.
+  Floats a(n), b(x);
+  k.rmsnorm(x.data(), gain.data(), n, 1e-6f, a.data());
+  k.rmsnorm(b.data(), gain.data(), n, 1e-6f, b.data());
+  check(same_bits(a.data(), b.data(), n), "rmsnorm of %d in place differs", n);
+}
+
+void test_rope(const Kernels &k, int half) {
+  const int dim = 2 * half + 8;
+  const Floats x = random_floats(dim);
+  Floats c(half), s(half), y(x);
+  for (int i = 0; i < half; i++) {
+    const double angle = uniform() * 10;
+    c[i] = (float)cos(angle);
+    s[i] = (float)sin(angle);
+  }
+  k.rope(y.data(), c.data(), s.data(), half);
+  for (int i = 0; i < half; i++) {
+    const double a = x[i], b = x[half + i];
+    close_to(y[i], a * c[i] - b * s[i], 1, "rope", half, i);
+    close_to(y[half + i], b * c[i] + a * s[i], 1, "rope", half, half + i);
+  }
+  check(same_bits(&y[2 * half], &x[2 * half], 8), "rope of %d touched the rest", half);
+}
+
+// ---- delta rule
+
+struct ScanCase {
+  int n, dk, dv;
+  size_t qk_stride, v_stride, out_stride, g_stride;
+  Floats q, k, v, decay, beta, state;
+};
+
+ScanCase random_scan(int n, int dk, int dv) {
+  ScanCase s;
+  s.n = n, s.dk = dk, s.dv = dv;
+  s.qk_stride = dk + 4, s.v_stride = dv + 3, s.out_stride = dv + 1, s.g_stride = 3;
+  s.q = random_floats(n * s.qk_stride, 1 / sqrt(dk));
+  s.k = random_floats(n * s.qk_stride, 1 / sqrt(dk));
+  s.v = random_floats(n * s.v_stride);
+  s.decay = random_floats(n * s.g_stride);
+  s.beta = random_floats(n * s.g_stride);
+  for (float &x : s.decay) x = 0.5f + 0.5f * fabsf(x);
+  for (float &x : s.beta) x = fabsf(x);
+  s.state = random_floats((size_t)dk * dv);
+  return s;
+}
+
+// Tokens [t0, t1) for value columns [v0, v0 + nv).
+void run_scan(const Kernels &k, const ScanCase &s, int t0, int t1, int v0, int nv, Floats &out,
+              Floats &state, bool commit, int n_cuts = 0, const int *cut_at = nullptr,
+              float *const *cut_state = nullptr) {
+  k.delta_scan(&s.q[t0 * s.qk_stride], &s.k[t0 * s.qk_stride], s.qk_stride,
+               &s.v[t0 * s.v_stride + v0], &out[t0 * s.out_stride + v0], s.v_stride, s.out_stride,
+               &s.decay[t0 * s.g_stride], &s.beta[t0 * s.g_stride], s.g_stride, t1 - t0, s.dk, s.dv,
+               nv, &state[v0], commit, n_cuts, cut_at, cut_state);
+}
+
+void test_scan(const Kernels &k, int n, int dk, int dv) {
+  const ScanCase s = random_scan(n, dk, dv);
+  std::vector<double> state(s.state.begin(), s.state.end());
+  std::vector<double> expected((size_t)n * dv);
+  for (int t = 0; t < n; t++) {
+    const float *q = &s.q[t * s.qk_stride], *key = &s.k[t * s.qk_stride];
+    for (int c = 0; c < dv; c++) {
+      double pred = 0, o = 0;
+      for (int i = 0; i < dk; i++) pred += key[i] * (state[i * dv + c] *= s.decay[t * s.g_stride]);
+      const double d = s.beta[t * s.g_stride] * (s.v[t * s.v_stride + c] - pred);
+      for (int i = 0; i < dk; i++) o += q[i] * (state[i * dv + c] += key[i] * d);
+      expected[(size_t)t * dv + c] = o;
+    }
+  }
+  Floats whole(n * s.out_stride, 9.0f), after(s.state);
+  for (int v0 = 0; v0 < dv; v0 += 32)
+    run_scan(k, s, 0, n, v0, dv - v0 < 32 ? dv - v0 : 32, whole, after, true);
+  for (int t = 0; t < n; t++) {
+    for (int c = 0; c < dv; c++)
+      close_to(whole[t * s.out_stride + c], expected[(size_t)t * dv + c], 1, "delta_scan", n, t);
+    check(whole[t * s.out_stride + dv] == 9.0f, "delta_scan wrote behind its columns");
+  }
+  for (size_t i = 0; i < after.size(); i++)
+    close_to(after[i], state[i], 1, "delta_scan state", n, (int)i);
+  // Any cutting of the row, any split of columns, and cuts: the same bits.
+  for (int round = 0; round < 3; round++) {
+    Floats out(n * s.out_stride, 9.0f), cut(s.state);
+    for (int v0 = 0; v0 < dv;) {
+      int nv = round == 0 ? 1 : 1 + below(32);
+      if (nv > dv - v0) nv = dv - v0;
+      for (int t = 0; t < n;) {
+        const int end = round == 0 ? t + 1 : t + 1 + below(n - t);
+        run_scan(k, s, t, end, v0, nv, out, cut, true);
+        t = end;
+      }
+      v0 += nv;
+    }
+    check(same_bits(out.data(), whole.data(), out.size()) &&
+              same_bits(cut.data(), after.data(), cut.size()),
+          "delta_scan %d x %d x %d: bits depend on the cutting", n, dk, dv);
+  }
+  int cut_at[3] = {1, 1 + n / 2, n};
+  Floats snapshots[3] = {Floats((size_t)dk * dv), Floats((size_t)dk * dv), Floats((size_t)dk * dv)};
+  Floats untouched(s.state), out(n * s.out_stride, 9.0f);
+  const int cuts = n >= 4 ? 3 : 1;
+  for (int v0 = 0; v0 < dv; v0 += 32) {
+    float *const at[3] = {&snapshots[0][v0], &snapshots[1][v0], &snapshots[2][v0]};
+    run_scan(k, s, 0, n, v0, dv - v0 < 32 ? dv - v0 : 32, out, untouched, false, cuts, cut_at, at);
+  }
+  check(same_bits(untouched.data(), s.state.data(), s.state.size()),
+        "delta_scan without commit changed the state");
+  for (int i = 0; i < cuts; i++) {
+    Floats prefix(s.state);
+    for (int v0 = 0; v0 < dv; v0 += 32)
+      run_scan(k, s, 0, cut_at[i], v0, dv - v0 < 32 ? dv - v0 : 32, out, prefix, true);
+    check(same_bits(prefix.data(), snapshots[i].data(), prefix.size()),
+          "delta_scan: cut after %d of %d differs from that prefix", cut_at[i], n);
+  }
+}
+
+// ---- attention
+
+void test_attention(const Kernels &k, int format, int group, int head_dim, int keys) {
+  const size_t element = format == KSL_KV_F32 ? 4 : 2, row_bytes = element * head_dim + 24;
+  const size_t q_stride = head_dim + 4;
+  const Floats q = random_floats(group * q_stride, 4 / sqrt(head_dim));
+  std::vector<uint8_t> k_store(keys * row_bytes, 0xff), v_store(keys * row_bytes, 0xff);
+  std::vector<const void *> k_rows(keys), v_rows(keys);
+  Floats key_values, value_values;
+  for (int j = 0; j < keys; j++) {
+    for (int which = 0; which < 2; which++) {
+      Floats x = random_floats(head_dim, 2);
+      uint8_t *row = &(which ? v_store : k_store)[j * row_bytes];
+      k.kv_store(format, x.data(), head_dim, row);
+      for (int i = 0; i < head_dim; i++) {
+        if (format == KSL_KV_BF16) {
+          uint16_t stored;
+          memcpy(&stored, row + 2 * i, 2);
+          check(stored == f32_to_bf16(x[i]), "kv_store rounds %a to %04x", x[i], stored);
+          x[i] = bf16_to_f32(stored);
+        } else {
+          check(!memcmp(row + 4 * i, &x[i], 4), "kv_store changed a float");
+        }
+      }
+      for (size_t i = element * head_dim; i < row_bytes; i++)
+        check(row[i] == 0xff, "kv_store wrote behind the row");
+      (which ? v_rows : k_rows)[j] = row;
+      Floats &all = which ? value_values : key_values;
+      all.insert(all.end(), x.begin(), x.end());
+    }
+  }
+  Floats m(group), l(group), acc((size_t)group * head_dim);
+  Floats run_m(group, -INFINITY), run_l(group), run_acc((size_t)group * head_dim, NAN);
+  for (int j0 = 0; j0 < keys; j0 += kTileKeys) {
+    const int n = keys - j0 < kTileKeys ? keys - j0 : (int)kTileKeys;
+    k.attn_tile(format, q.data(), q_stride, group, head_dim, &k_rows[j0], &v_rows[j0], n, m.data(),
+                l.data(), acc.data());
+    for (int h = 0; h < group; h++) {
+      k.attn_combine(&run_m[h], &run_l[h], &run_acc[(size_t)h * head_dim], m[h], l[h],
+                     &acc[(size_t)h * head_dim], head_dim);
+      // Each head alone gives the same bits.
+      float m1, l1;
+      Floats acc1(head_dim);
+      k.attn_tile(format, &q[h * q_stride], q_stride, 1, head_dim, &k_rows[j0], &v_rows[j0], n, &m1,
+                  &l1, acc1.data());
+      check(
+          m1 == m[h] && l1 == l[h] && same_bits(acc1.data(), &acc[(size_t)h * head_dim], head_dim),
+          "attn_tile: head %d of %d depends on its neighbours", h, group);
+    }
+  }
+  for (int h = 0; h < group; h++) {
+    std::vector<double> p(keys), expected(head_dim);
+    double most = -INFINITY, sum = 0;
+    for (int j = 0; j < keys; j++) {
+      double dot = 0;
+      for (int i = 0; i < head_dim; i++)
+        dot += (double)q[h * q_stride + i] * key_values[(size_t)j * head_dim + i];
+      p[j] = dot;
+      most = dot > most ? dot : most;
+    }
+    for (double &x : p) sum += (x = exp(x - most));
+    for (int j = 0; j < keys; j++)
+      for (int i = 0; i < head_dim; i++)
+        expected[i] += p[j] / sum * value_values[(size_t)j * head_dim + i];
+    Floats out(head_dim);
+    k.attn_finish(&run_acc[(size_t)h * head_dim], run_l[h], head_dim, out.data());
+    for (int i = 0; i < head_dim; i++) close_to(out[i], expected[i], 1, "attention", keys, i);
+  }
+  // No keys: neutral in a combination.
+  k.attn_tile(format, q.data(), q_stride, group, head_dim, nullptr, nullptr, 0, m.data(), l.data(),
+              acc.data());
+  const float before = run_l[0];
+  k.attn_combine(&run_m[0], &run_l[0], run_acc.data(), m[0], l[0], acc.data(), head_dim);
+  check(m[0] == -INFINITY && l[0] == 0 && run_l[0] == before, "attn_tile of no keys");
+}
+
+void test_bf16_rounding(const Kernels &k) {
+  Floats x = {1.00390625f, 1.01171875f, -1.00390625f, 3.4e38f, INFINITY, -INFINITY, NAN, 1e-40f};
+  while (x.size() < 64) {
+    const uint32_t u = random_bits();
+    float v;
+    memcpy(&v, &u, 4);
+    x.push_back(v);
+  }
+  std::vector<uint16_t> row(64);
+  k.kv_store(KSL_KV_BF16, x.data(), 64, row.data());
+  for (int i = 0; i < 64; i++)
+    check(row[i] == f32_to_bf16(x[i]), "bf16 of %a is %04x, not %04x", x[i], row[i],
+          f32_to_bf16(x[i]));
+}
+
+}  // namespace
+
+int main(int argc, char **argv) {
+  if (argc < 2) {
+    puts(kernels_list());
+    return 0;
+  }
+  const Kernels *table = nullptr;
+  for (int isa = KSL_ISA_SCALAR; isa <= KSL_ISA_AVX512; isa++) {
+    const Kernels *candidate = kernels_for(isa);
+    if (candidate && !strcmp(candidate->name, argv[1])) table = candidate;
+  }
+  if (!table) {
+    fprintf(stderr, "no table named %s here\n", argv[1]);
+    return 2;
+  }
+  random_state = argc > 2 ? strtoull(argv[2], nullptr, 10) : 1;
+  const Kernels &k = *table;
+  for (int encoding = KSL_ENC_F32; encoding <= KSL_ENC_NVFP4; encoding++) {
+    const int step = encoding <= KSL_ENC_BF16 ? 1 : encoding == KSL_ENC_NVFP4 ? 16 : 4;
+    for (const int rows : {1, 4, 16, 40, 128, 130, 272}) {
+      const int cols = step * (1 + below(300 / step));
+      test_packing(encoding, rows, cols);
+      test_gemm(k, encoding, rows, cols, 1 + below(7));
+    }
+    if (encoding >= KSL_ENC_FP8) test_all_codes(k, encoding);
+    test_decoding(k, encoding, 64, 32);
+    test_decoding(k, encoding, 20, 16 + step);
+    for (const int n : {1, 2, 3, 4, 5, 13, 27, 100}) test_gemm(k, encoding, 72, 272, n);
+    test_gemm(k, encoding, 260, 512, 30);
+  }
+  test_functions(k);
+  for (const int n : {1, 4, 15, 16, 17, 32, 100, 128, 256, 900}) test_norms(k, n);
+  for (const int half : {1, 2, 8, 16, 20, 32, 64}) test_rope(k, half);
+  test_scan(k, 1, 16, 16);
+  test_scan(k, 7, 4, 5);
+  test_scan(k, 9, 32, 48);
+  test_scan(k, 20, 128, 128);
+  test_scan(k, 5, 256, 33);
+  test_bf16_rounding(k);
+  for (const int format : {(int)KSL_KV_F32, (int)KSL_KV_BF16}) {
+    test_attention(k, format, 1, 4, 1);
+    test_attention(k, format, 2, 128, 65);
+    test_attention(k, format, 3, 20, 64);
+    test_attention(k, format, 6, 256, 200);
+    test_attention(k, format, 16, 36, 131);
+    test_attention(k, format, 4, 64, 7);
+  }
+  if (failures) fprintf(stderr, "%s: %d checks failed\n", k.name, failures);
+  return failures ? 1 : 0;
+}
