@@ -1,0 +1,3 @@
+"""kslserve: a local LLM server for agentic coding clients."""
+
+__version__ = "0.1.0"

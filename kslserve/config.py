@@ -1,0 +1,349 @@
+"""The one settings table: flags, environment, file keys and the documentation derive from `Settings`.
+
+Precedence: defaults < file of --config (TOML, keys with underscores) < environment (`KSL_` + the flag
+in capitals) < flags. An unknown key or a bad value raises UsageError with one sentence. This is the
+only module that reads the environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kslserve.errors import UsageError
+
+ENV_PREFIX = "KSL_"
+AUTO = -1  # the parsed value of "auto" where a number is meant
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """How one setting reads. kind: str, int, float, switch, bytes, list, choice. auto: the word `auto`
+    is allowed and becomes AUTO. later: names the feature that the setting belongs to and that this
+    version lacks; any value but the default is refused."""
+
+    kind: str
+    help: str
+    choices: tuple[str, ...] = ()
+    low: float | None = None
+    high: float | None = None
+    auto: bool = False
+    flag: bool = True
+    later: str | None = None
+
+
+def _s(default: Any, kind: str, help: str, **more: Any) -> Any:
+    spec = Spec(kind, help, **more)
+    if isinstance(default, list):
+        return field(default=tuple(default), metadata={"spec": spec})
+    return field(default=default, metadata={"spec": spec})
+
+
+_SPEC = "speculation"
+_APC = "the prefix cache"
+_CUDA = "the CUDA backend"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Every setting. Names with `_s` are seconds, `_ms` milliseconds, `_tokens` tokens, `_bytes` bytes.
+    0 means none where a bound is meant. Paths are strings, empty for none."""
+
+    host: str = _s("127.0.0.1", "str", "address to listen on")
+    port: int = _s(8100, "int", "port to listen on; 0 picks a free one", low=0, high=65535)
+    uds: str = _s("", "str", "path of a Unix socket to listen on instead of host and port")
+    model: str = _s("ksl-nano", "str", "model file or folder, `synth:SHAPE`, or the bundled `ksl-nano`")
+    model_dir: str = _s("", "str", "folder with tokenizer, template and configs for `synth:` models")
+    weights: str = _s(
+        "auto", "choice", "weight encoding; auto: a container's own, else fp6",
+        choices=("auto", "fp6", "nvfp4", "nvfp4-mlp", "bf16"),
+    )  # fmt: skip
+    head: str = _s(
+        "auto", "choice", "encoding of the output head", choices=("auto", "fp6", "nvfp4", "bf16")
+    )
+    activations: str = _s(
+        "auto", "choice", "activation arithmetic; auto: the backend's own choice",
+        choices=("auto", "float"),
+    )  # fmt: skip
+    device: str = _s("auto", "choice", "backend", choices=("auto", "cpu", "cuda"))
+    engine: str = _s(
+        "native", "choice", "engine; scripted and fake need no model", choices=("native", "scripted", "fake")
+    )  # fmt: skip
+    script: str = _s("", "str", "script file of the scripted engine")
+    cpu: str = _s(
+        "auto", "choice", "instruction set of the CPU backend",
+        choices=("auto", "scalar", "avx2", "avx512"),
+    )  # fmt: skip
+    threads: int = _s(0, "int", "engine threads; 0: one per core", low=0, high=1024)
+    cpu_nice: int = _s(0, "int", "nice value of engine threads", low=0, high=19)
+    context: int = _s(
+        AUTO, "int", "window of a request in tokens; auto: the model's maximum", low=16, auto=True
+    )
+    kv: str = _s("auto", "choice", "KV format; auto: bf16 on the CPU", choices=("auto", "f32", "bf16"))
+    kv_tokens: int = _s(
+        AUTO, "int", "size of the KV pool in tokens; auto: what memory allows", low=16, auto=True
+    )
+    block_tokens: int = _s(128, "int", "tokens of a KV block, a multiple of 16", low=16, high=4096)
+    max_seqs: int = _s(8, "int", "sequences that run at once", low=1, high=1024)
+    wave_columns: int = _s(512, "int", "prompt columns of a wave", low=16, high=65536)
+    wave_target_ms: float = _s(50.0, "float", "time a wave should take", low=1)
+    decode_gap_ms: float = _s(
+        250.0, "float", "longest gap of a decoding sequence beside prompts", low=1
+    )
+    submit_ahead: bool = _s(False, "switch", "keep a second wave in the ring", later="submit-ahead")
+    prefix_cache: bool = _s(False, "switch", "keep checkpoints and adopt them", later=_APC)
+    prefix_cache_slabs: int = _s(AUTO, "int", "device slabs for checkpoints", auto=True, later=_APC)
+    prefix_cache_host_bytes: int = _s(0, "bytes", "host tier of the prefix cache", later=_APC)
+    prefix_cache_dir: str = _s("", "str", "folder of the disk tier", later=_APC)
+    prefix_cache_disk_bytes: int = _s(20 << 30, "bytes", "budget of the disk tier", later=_APC)
+    speculation: str = _s(
+        "off", "choice", "drafting", choices=("off", "ngram", "mtp", "auto"), later=_SPEC
+    )
+    draft_depth: int = _s(7, "int", "MTP depth ceiling", low=1, high=16, later=_SPEC)
+    draft_lanes: int = _s(15, "int", "drafts per row in all", low=1, high=16, later=_SPEC)
+    draft_margin: float = _s(0.5, "float", "margin below which MTP stops", low=0, later=_SPEC)
+    draft_vocab: int = _s(0, "int", "vocabulary cap of the draft head", low=0, later=_SPEC)
+    preserve_thinking: bool = _s(True, "switch", "keep the reasoning of the history in the prompt")
+    messages_default_thinking: str = _s(
+        "hidden", "choice", "Messages requests without `thinking`", choices=("off", "hidden", "on"),
+        later="the Messages dialect",
+    )  # fmt: skip
+    drift_corpus: str = _s("", "str", "file that collects tool-call recoveries", later="the drift corpus")
+    max_requests: int = _s(256, "int", "requests in the server at once", low=1)
+    max_queue: int = _s(128, "int", "requests waiting for a slot; more are refused with 429", low=0)
+    max_body_bytes: int = _s(32 << 20, "bytes", "largest request body", low=1024)
+    queue_timeout_s: float = _s(300.0, "float", "longest wait for a slot (503)", low=0)
+    request_timeout_s: float = _s(0.0, "float", "longest life of a request (504)", low=0)
+    io_timeout_s: float = _s(30.0, "float", "longest time for a head, and between parts of a body", low=0)
+    idle_timeout_s: float = _s(75.0, "float", "keep-alive of an idle connection", low=0)
+    write_timeout_s: float = _s(60.0, "float", "a reader that takes nothing is closed", low=0)
+    heartbeat_s: float = _s(10.0, "float", "longest silence of an open stream", low=0.05)
+    watchdog_loop_s: float = _s(30.0, "float", "deadline of the event loop; 0: none", low=0)
+    watchdog_wave_s: float = _s(120.0, "float", "deadline of a wave; 0: none", low=0)
+    grace_s: float = _s(30.0, "float", "time that live requests get at shutdown", low=0)
+    api_key: tuple[str, ...] = _s([], "list", "accepted key; repeatable")
+    api_key_file: str = _s("", "str", "file of accepted keys, one per line")
+    insecure: bool = _s(False, "switch", "allow a non-loopback address without a key")
+    cors_origin: tuple[str, ...] = _s([], "list", "origin that gets CORS headers; repeatable")
+    allow_host: tuple[str, ...] = _s([], "list", "further accepted Host name; repeatable")
+    log_level: str = _s(
+        "info", "choice", "log level", choices=("debug", "info", "warning", "error")
+    )
+    test_hooks: bool = _s(False, "switch", "forced output and fault hooks, for tests")
+    test_bf16_dir: str = _s("", "str", "folder of the bf16 ksl-nano for its optional test", flag=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Merged settings and where each came from: default, file, environment or flag."""
+
+    settings: Settings
+    sources: dict[str, str]
+
+
+def specs() -> dict[str, tuple[Spec, Any]]:
+    """Setting name to (spec, default), in table order."""
+    return {f.name: (f.metadata["spec"], f.default) for f in dataclasses.fields(Settings)}
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def load(
+    flags: Mapping[str, str | bool | Sequence[str]],
+    *,
+    config_file: str | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Loaded:
+    """Merge all sources. flags: raw values by setting name. environ: None reads the process's.
+
+    Raises UsageError for an unknown name, a bad value, an unreadable file, or a combination that
+    cannot work.
+    """
+    environ = os.environ if environ is None else environ
+    table = specs()
+    values: dict[str, Any] = {}
+    sources = dict.fromkeys(table, "default")
+
+    config_file = config_file or environ.get(ENV_PREFIX + "CONFIG")
+    if config_file:
+        for key, raw in _read_file(config_file).items():
+            if key not in table:
+                raise UsageError(f"{config_file}: unknown setting `{key}`{_hint(key, table)}.")
+            values[key] = _parse(f"{config_file}: {key}", table[key], raw)
+            sources[key] = "file"
+    for variable, text in environ.items():
+        if not variable.startswith(ENV_PREFIX) or variable == ENV_PREFIX + "CONFIG":
+            continue
+        key = variable[len(ENV_PREFIX) :].lower()
+        if key not in table:
+            raise UsageError(f"unknown environment setting {variable}{_hint(key, table)}.")
+        raw = [p for p in text.split(",") if p] if table[key][0].kind == "list" else text
+        values[key] = _parse(variable, table[key], raw)
+        sources[key] = "environment"
+    for key, raw in flags.items():
+        values[key] = _parse(flag_of(key), table[key], raw)
+        sources[key] = "flag"
+    settings = Settings(**values)
+    _check(settings)
+    return Loaded(settings, sources)
+
+
+def _hint(key: str, table: Mapping[str, Any]) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(key, table, n=1)
+    return f" (did you mean `{near[0]}`?)" if near else ""
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read the settings file {path}: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not a TOML file: {error}.") from error
+
+
+def _parse(label: str, entry: tuple[Spec, Any], raw: Any) -> Any:
+    """One raw value (text, or a TOML value) as the setting's type, in range."""
+    spec, default = entry
+    value = _convert(label, spec, raw)
+    if spec.later is not None and value != default:
+        raise UsageError(f"{label}: {spec.later} is not part of this version; leave it at its default.")
+    numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if numeric and not (spec.auto and value == AUTO):
+        if spec.low is not None and value < spec.low:
+            raise UsageError(f"{label} must be at least {spec.low:g}, not {value:g}.")
+        if spec.high is not None and value > spec.high:
+            raise UsageError(f"{label} must be at most {spec.high:g}, not {value:g}.")
+    return value
+
+
+def _convert(label: str, spec: Spec, raw: Any) -> Any:
+    if spec.auto and raw == "auto":
+        return AUTO
+    if spec.kind == "switch":
+        if isinstance(raw, bool):
+            return raw
+        if raw in ("0", "1"):
+            return raw == "1"
+        raise UsageError(f"{label} is a switch: 0 or 1, not {raw!r}.")
+    if spec.kind == "list":
+        items = [raw] if isinstance(raw, str) else raw
+        if not isinstance(items, (list, tuple)) or not all(isinstance(i, str) for i in items):
+            raise UsageError(f"{label} is a list of texts, not {raw!r}.")
+        return tuple(items)
+    if spec.kind == "choice":
+        if raw not in spec.choices:
+            raise UsageError(f"{label} must be one of {', '.join(spec.choices)}, not {raw!r}.")
+        return raw
+    if spec.kind == "bytes":
+        return _parse_bytes(label, raw)
+    if spec.kind in ("int", "float"):
+        return _parse_number(label, spec, raw)
+    if not isinstance(raw, str):
+        raise UsageError(f"{label} is a text, not {raw!r}.")
+    return raw
+
+
+def _parse_number(label: str, spec: Spec, raw: Any) -> int | float:
+    make = int if spec.kind == "int" else float
+    noun = "a whole number" if spec.kind == "int" else "a number"
+    accepted = (str, int) if spec.kind == "int" else (str, int, float)
+    auto = " or auto" if spec.auto else ""
+    if isinstance(raw, accepted) and not isinstance(raw, bool):
+        try:
+            value = make(raw)
+        except ValueError:
+            pass
+        else:
+            if abs(value) < 1e18:  # also refuses NaN and infinities
+                return value
+    raise UsageError(f"{label} must be {noun}{auto}, not {raw!r}.")
+
+
+_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def _parse_bytes(label: str, raw: Any) -> int:
+    if isinstance(raw, int) and not isinstance(raw, bool) and raw >= 0:
+        return raw
+    if isinstance(raw, str):
+        text = raw.strip()
+        for unit, factor in reversed(_UNITS.items()):
+            number = text[: len(text) - len(unit)].strip()
+            if text.endswith(unit) and number.isdecimal():
+                return int(number) * factor
+    raise UsageError(f"{label} is a size such as 64MiB (KiB, MiB, GiB or bytes), not {raw!r}.")
+
+
+def _check(s: Settings) -> None:
+    """Combinations that cannot work."""
+    if s.block_tokens % 16:
+        raise UsageError(f"--block-tokens must be a multiple of 16, not {s.block_tokens}.")
+    if s.engine == "scripted" and not s.script:
+        raise UsageError("--engine scripted needs --script.")
+    if s.device == "cuda":
+        raise UsageError(f"--device cuda: {_CUDA} is not part of this version.")
+    if not s.uds and not is_loopback(s.host) and not s.insecure and not keys_of(s):
+        raise UsageError(
+            f"--host {s.host} is reachable from other machines: set --api-key, or --insecure to "
+            "serve without one."
+        )
+    for origin in s.cors_origin:
+        if origin == "*" or "://" not in origin:
+            raise UsageError(
+                f"--cors-origin is an origin such as https://app.example, not {origin!r}."
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or name can be reached from this machine only."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def keys_of(s: Settings) -> tuple[str, ...]:
+    """All accepted API keys. Raises UsageError when the key file cannot be read or is empty."""
+    keys = list(s.api_key)
+    if s.api_key_file:
+        try:
+            text = Path(s.api_key_file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"cannot read --api-key-file {s.api_key_file}: {error}.") from error
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        if not lines:
+            raise UsageError(f"--api-key-file {s.api_key_file} holds no key.")
+        keys.extend(lines)
+    return tuple(keys)
+
+
+def describe(loaded: Loaded) -> str:
+    """The merged settings with their sources, as TOML with comments (for --print-config). Keys are
+    not shown."""
+    lines = []
+    for name, (spec, default) in specs().items():
+        value = getattr(loaded.settings, name)
+        source = loaded.sources[name]
+        if name == "api_key" and value:
+            lines.append(f"# {name}: {len(value)} set ({source})")
+            continue
+        text = "auto" if spec.auto and value == AUTO else value
+        lines.append(f"{name} = {_toml(text)}  # {source}")
+    return "\n".join(lines)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml(v) for v in value) + "]"
+    return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,0 +1,1 @@
+"""Values that cross package borders. Imports nothing but the standard library and `errors`."""

@@ -1,0 +1,81 @@
+"""Request: what a client asked, in one shape for every dialect. Plain values; equal requests compare
+equal."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+from kslserve.core.sampling import SamplingParams
+
+
+class Role(enum.Enum):
+    SYSTEM = "system"
+    USER = "user"
+    ASSISTANT = "assistant"
+    TOOL = "tool"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a past assistant turn. arguments: the parsed JSON object, keys in received order."""
+
+    call_id: str
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn. text: all text parts joined without a separator (images already replaced by their
+    placeholder). reasoning: of an assistant turn, None when none came. call_id: of a TOOL turn."""
+
+    role: Role
+    text: str = ""
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    call_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSpec:
+    """A tool on offer. definition: the object the template prints, `{"type": "function",
+    "function": {...}}`, exactly as passed. parameters: its JSON Schema, {} when none came."""
+
+    name: str
+    definition: dict[str, Any]
+    parameters: dict[str, Any]
+
+
+class ToolChoice(enum.Enum):
+    AUTO = "auto"
+    NONE = "none"
+    REQUIRED = "required"
+    NAMED = "named"
+
+
+@dataclass(slots=True)
+class Request:
+    """model: as sent, echoed back. thinking: None renders the template's default (on). effort: None
+    renders like `medium`. template_vars: further template variables the client named. max_tokens:
+    None means up to the window. ignore_eos: the model's own end of turn does not stop it. priority:
+    lower runs first."""
+
+    model: str
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSpec, ...] = ()
+    tool_choice: ToolChoice = ToolChoice.AUTO
+    tool_name: str | None = None
+    parallel_tool_calls: bool = True
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    thinking: bool | None = None
+    effort: str | None = None
+    preserve_thinking: bool | None = None
+    template_vars: dict[str, Any] = field(default_factory=dict)
+    priority: int = 0
