@@ -1,0 +1,267 @@
+"""NativeEngine: the engine protocol over the C ABI of `_kslserve`.
+
+The engine thread writes done records into a ring and makes a descriptor readable; the event loop
+then drains the ring with one call into one buffer. No native code ever calls back into Python."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from _kslserve import ffi, lib
+
+from kslserve.engine.marshal import (
+    DONE,
+    Pending,
+    WavePacker,
+    check_sizes,
+    unpack_logprobs,
+    unpack_row,
+)
+from kslserve.engine.model import LAYER_KINDS, ModelSpec, PoolSizes, TensorArg
+from kslserve.engine.types import Done, EngineInfo, Progress, RowDone, Wave
+from kslserve.errors import EngineError, EnginePoisoned, ModelFileError
+
+check_sizes(ffi, lib)
+
+KV_FORMATS = {"f32": lib.KSL_KV_F32, "bf16": lib.KSL_KV_BF16}
+ISAS = {
+    "auto": lib.KSL_ISA_AUTO,
+    "scalar": lib.KSL_ISA_SCALAR,
+    "avx2": lib.KSL_ISA_AVX2,
+    "avx512": lib.KSL_ISA_AVX512,
+}
+WAVE_END = lib.KSL_DONE_WAVE_END
+PHASES = ("idle", "running", "closed", "poisoned")
+
+
+def isa_names() -> tuple[str, ...]:
+    """The instruction set paths that this build has and this machine runs."""
+    return tuple(_text(lib.ksl_isa_list()).split())
+
+
+class NativeEngine:
+    """Made by `open`. Methods are for one thread, except `progress`."""
+
+    def __init__(self, handle: Any, spec: ModelSpec, pools: PoolSizes, kv_format: str) -> None:
+        self._handle = handle
+        self._handle_lock = threading.Lock()  # progress is for any thread, close frees the handle
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_done: Callable[[Done], None] | None = None
+        self._pending: dict[int, Pending] = {}  # by wave id, in order of submission
+        self._rows: list[RowDone] = []  # of the wave that is being read
+        self._info = _info(handle, pools, kv_format)
+        self._final: Progress | None = None
+        self._error = ffi.new("ksl_error *")
+        # All records of a full ring at once.
+        self._capacity = pools.ring_depth * (pools.slots + 1)
+        self._records = bytearray(self._capacity * DONE.size)
+        self._view = memoryview(self._records)
+        self._records_pointer = ffi.cast("ksl_done *", ffi.from_buffer(self._records))
+        self._packer = WavePacker(
+            ffi, spec.vocab, _tap_width(spec), pools.slots, pools.wave_columns
+        )
+
+    @classmethod
+    def open(
+        cls,
+        spec: ModelSpec,
+        tensors: Sequence[TensorArg],
+        pools: PoolSizes,
+        *,
+        kv_format: str,
+        isa: str = "auto",
+        threads: int = 0,
+        nice: int = 0,
+        test_hooks: bool = False,
+        fail_alloc_at: int = 0,
+    ) -> NativeEngine:
+        """Repack all weights and allocate all pools; may take long and is safe in a worker thread.
+
+        Raises ModelFileError for tensors, dimensions or sizes that the engine refuses and
+        EngineError when memory is out, with the native text.
+        """
+        keep: list[Any] = []
+        config = _config(spec, pools, keep)
+        config.kv_format = _choice("KV format", KV_FORMATS, kv_format)
+        config.isa = _choice("instruction set", ISAS, isa)
+        config.threads = threads
+        config.nice = nice
+        config.test_hooks = test_hooks
+        config.fail_alloc_at = fail_alloc_at
+        table = ffi.new("ksl_tensor[]", max(len(tensors), 1))
+        for entry, tensor in zip(table, tensors, strict=False):
+            _fill_tensor(entry, tensor, keep)
+        handle, error = ffi.new("ksl_engine **"), ffi.new("ksl_error *")
+        code = lib.ksl_open(config, table, len(tensors), handle, error)
+        if code == lib.KSL_INVALID:
+            raise ModelFileError(_sentence(error))
+        if code != lib.KSL_OK:
+            raise EngineError(_sentence(error))
+        return cls(handle[0], spec, pools, kv_format)
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    def start(self, on_done: Callable[[Done], None]) -> None:
+        if self._on_done is not None or self._handle is None:
+            raise EngineError("The engine was started before, or is closed.")
+        self._on_done = on_done
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(lib.ksl_event_fd(self._handle), self._drain)
+
+    def submit(self, wave: Wave) -> bool:
+        if self._handle is None:
+            raise EngineError("The engine is closed.")
+        pointer, pending, keep = self._packer.pack(wave)
+        code = lib.ksl_submit(self._handle, pointer, self._error)
+        del keep
+        if code == lib.KSL_OK:
+            self._pending[wave.id] = pending
+            return True
+        if code == lib.KSL_AGAIN:
+            return False
+        text = _sentence(self._error)
+        raise EnginePoisoned(text) if code == lib.KSL_FATAL else EngineError(text)
+
+    def progress(self) -> Progress:
+        with self._handle_lock:
+            if self._handle is None:
+                assert self._final is not None
+                return self._final
+            progress = ffi.new("ksl_progress *")
+            lib.ksl_get_progress(self._handle, progress)
+        return Progress(
+            progress.submitted, progress.started, progress.completed, PHASES[progress.phase]
+        )
+
+    def close(self, deadline_s: float = 5.0) -> None:
+        if self._handle is None:
+            return
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(lib.ksl_event_fd(self._handle))
+        last = self.progress()
+        self._final = Progress(last.submitted, last.started, last.completed, "closed")
+        with self._handle_lock:
+            handle, self._handle = self._handle, None
+        lib.ksl_close(handle, int(deadline_s * 1000))
+        self._pending.clear()
+
+    def _drain(self) -> None:
+        """The descriptor is readable: read what waits and report the waves that ended."""
+        n = lib.ksl_poll(self._handle, self._records_pointer, self._capacity)
+        on_done = self._on_done
+        assert on_done is not None
+        ended: list[Done] = []
+        # Everything is read before anything is reported: a callback may submit, or close.
+        for record in DONE.iter_unpack(self._view[: n * DONE.size]):
+            if not record[4] & WAVE_END:
+                self._rows.append(unpack_row(record, lib))
+                continue
+            rows, self._rows = self._rows, []
+            pending = self._pending.pop(record[0])
+            done = Done(record[0], rows, record[12], record[13], record[14])
+            if record[3] != lib.KSL_OK:
+                done.error = self._fatal_text()
+            else:
+                unpack_logprobs(rows, pending)
+                for (name, data), tap in zip(pending.taps, pending.tap_structs or (), strict=True):
+                    done.taps[name] = data[: tap.written]
+            ended.append(done)
+        for done in ended:
+            on_done(done)
+
+    def _fatal_text(self) -> str:
+        error = ffi.new("ksl_error *")
+        lib.ksl_last_error(self._handle, error)
+        return _sentence(error)
+
+
+def _text(pointer: Any) -> str:
+    text: str = ffi.string(pointer).decode("utf-8", "replace")
+    return text
+
+
+def _sentence(error: Any) -> str:
+    text = _text(error.text)
+    return text if text.endswith(".") else text + "."
+
+
+def _choice(what: str, table: dict[str, int], name: str) -> int:
+    if name not in table:
+        raise EngineError(f"The {what} {name} is unknown; known are {', '.join(table)}.")
+    return table[name]
+
+
+def _config(spec: ModelSpec, pools: PoolSizes, keep: list[Any]) -> Any:
+    """A ksl_config with dimensions and pools."""
+    kinds = ffi.new("uint8_t[]", [LAYER_KINDS.index(kind) for kind in spec.layer_kinds] or [0])
+    keep.append(kinds)
+    config = ffi.new("ksl_config *")
+    for name in (
+        "vocab", "hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim",
+        "rotary_dims", "lin_key_heads", "lin_value_heads", "lin_key_dim", "lin_value_dim",
+        "conv_taps", "mtp_layers", "token_limit", "rope_theta", "norm_eps",
+    ):  # fmt: skip
+        setattr(config, name, getattr(spec, name))
+    for name in ("slots", "slabs", "blocks", "block_tokens", "wave_columns", "ring_depth"):
+        setattr(config, name, getattr(pools, name))
+    config.max_blocks_per_slot = pools.blocks_per_slot
+    config.layer_kinds = kinds
+    return config
+
+
+def _fill_tensor(entry: Any, tensor: TensorArg, keep: list[Any]) -> None:
+    """One ksl_tensor; what it points to goes into `keep`."""
+    name = ffi.new("char[]", tensor.name.encode())
+    keep.append(name)
+    entry.name = name
+    entry.encoding = tensor.encoding
+    entry.rows, entry.cols = tensor.rows, tensor.cols
+    for field, size, kind, buffer in (
+        ("data", "data_bytes", "void *", tensor.data),
+        ("scales", "scales_bytes", "void *", tensor.scales),
+        ("globals", "globals_bytes", "float *", tensor.globals_),
+    ):
+        if buffer is not None:
+            view = ffi.from_buffer(buffer)
+            keep.append(view)
+            setattr(entry, field, ffi.cast(kind, view))
+            setattr(entry, size, ffi.sizeof(view))
+    if tensor.fill is not None:
+        entry.fill_kind = tensor.fill.kind
+        entry.fill_seed = tensor.fill.seed
+        entry.fill_scale = tensor.fill.scale
+
+
+def _info(handle: Any, pools: PoolSizes, kv_format: str) -> EngineInfo:
+    raw = ffi.new("ksl_info *")
+    lib.ksl_get_info(handle, raw)
+    names = (
+        "vocab", "hidden", "layers", "slots", "slabs", "blocks", "block_tokens", "threads",
+        "weight_bytes", "token_bytes", "slab_bytes", "block_bytes", "kv_token_bytes",
+        "pool_bytes", "scratch_bytes",
+    )  # fmt: skip
+    return EngineInfo(
+        name="native",
+        blocks_per_slot=pools.blocks_per_slot,
+        wave_columns=pools.wave_columns,
+        ring_depth=pools.ring_depth,
+        has_mtp=bool(raw.has_mtp),
+        isa=_text(raw.isa),
+        activation=_text(raw.activation),
+        equality=_text(raw.equality),
+        numerics=_text(raw.numerics),
+        kv_format=kv_format,
+        **{name: getattr(raw, name) for name in names},
+    )
+
+
+def _tap_width(spec: ModelSpec) -> int:
+    """At least the floats of the widest tap in one column."""
+    conv = 2 * spec.lin_key_heads * spec.lin_key_dim + spec.lin_value_heads * spec.lin_value_dim
+    heads = 2 * spec.heads * spec.head_dim
+    return max(spec.vocab, 2 * spec.hidden, spec.intermediate, conv, heads)

@@ -1,0 +1,68 @@
+"""Outbox: what sinks have to hear, collected while results are applied and told after the next
+submit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kslserve import log
+from kslserve.core.usage import FinishReason
+from kslserve.engine.types import RowDone
+from kslserve.errors import KslError
+from kslserve.metrics import Labelled
+from kslserve.sched.sequence import Sequence, State
+
+_log = log.get("sched")
+
+
+class Outbox:
+    """ends: counts by reason. fail: called with a sequence whose sink raised while it still
+    runs."""
+
+    __slots__ = ("_ends", "_fail", "admitted", "ended", "spoken")
+
+    def __init__(self, ends: Labelled, fail: Callable[[Sequence, KslError], None]) -> None:
+        self.admitted: list[Sequence] = []
+        self.spoken: list[tuple[Sequence, RowDone]] = []
+        self.ended: list[Sequence] = []
+        self._ends = ends
+        self._fail = fail
+
+    @property
+    def empty(self) -> bool:
+        return not (self.admitted or self.spoken or self.ended)
+
+    def tell(self) -> None:
+        """Call the sinks in order: admissions, tokens, ends. They may submit and cancel; what that
+        ends is told the next time."""
+        admitted, spoken, ended = self.admitted, self.spoken, self.ended
+        self.admitted, self.spoken, self.ended = [], [], []
+        for sequence in admitted:
+            if sequence.state is not State.ENDED:
+                self._call(sequence, sequence.sink.admitted)
+        for sequence, result in spoken:
+            mark = sequence.mark
+            # Tokens that came after a cancellation are dropped.
+            if mark is None or mark[0] is not FinishReason.CANCELLED:
+                self._call(sequence, sequence.sink.tokens, list(result.tokens), result.logprobs)
+        for sequence in ended:
+            assert sequence.mark is not None
+            reason, error = sequence.mark
+            self._ends["error" if error is not None else reason.value].inc()
+            try:
+                sequence.sink.ended(reason, error)
+            except Exception as failure:
+                _log.error("sink failed", sequence=sequence.number, error=repr(failure))
+
+    def _call(self, sequence: Sequence, method: Callable[..., None], *arguments: Any) -> None:
+        try:
+            method(*arguments)
+        except Exception as failure:
+            # A fault of one consumer must not stop the others.
+            _log.error("sink failed", sequence=sequence.number, error=repr(failure))
+            error = KslError("The generation could not be delivered.")
+            if sequence.state is State.ENDED:
+                sequence.mark = (FinishReason.CANCELLED, error)
+            else:
+                self._fail(sequence, error)

@@ -1,0 +1,56 @@
+"""IndexPool: fixed engine indices with one holder each, for slots and slabs.
+
+Same rule as blocks: an index that is released returns to the free list when the last wave that may
+touch it is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kslserve.sched.blocks import Retired
+
+
+class IndexPool:
+    """Indices 0..count-1. `noun` names one in messages."""
+
+    __slots__ = ("_free", "_held", "_retired", "count", "noun")
+
+    def __init__(self, count: int, noun: str) -> None:
+        self.count = count
+        self.noun = noun
+        self._free = list(range(count - 1, -1, -1))
+        self._held = [False] * count
+        self._retired = Retired()
+
+    @property
+    def free(self) -> int:
+        """Indices that can be taken now; retired ones are not among them."""
+        return len(self._free)
+
+    def take(self) -> int:
+        """A free index. The caller has checked `free`; ValueError otherwise."""
+        if not self._free:
+            raise ValueError(f"no {self.noun} is free")
+        index = self._free.pop()
+        self._held[index] = True
+        return index
+
+    def release(self, index: int, wave: int) -> None:
+        """Give back; `wave` is the last wave that may touch it (0: none). ValueError when nobody
+        holds it."""
+        if not self._held[index]:
+            raise ValueError(f"{self.noun} {index} is not held")
+        self._held[index] = False
+        self._free.extend(self._retired.add((index,), wave))
+
+    def complete(self, wave: int) -> None:
+        """Every wave up to `wave` is complete."""
+        self._free.extend(self._retired.complete(wave))
+
+    def check(self, held: Iterable[int]) -> None:
+        """Assert that free, retired and held indices are all indices, once each."""
+        held = list(held)
+        every = self._free + self._retired.indices() + held
+        assert sorted(every) == list(range(self.count)), f"a {self.noun} is lost or held twice"
+        assert all(self._held[i] for i in held), f"a {self.noun} is held and free"
