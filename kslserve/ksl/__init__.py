@@ -1,0 +1,1 @@
+"""Model files: the only code that knows a file layout."""

@@ -1,0 +1,131 @@
+"""What a model file is to the rest of the program: ModelFile; and to the readers: Source."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kslserve.engine.model import ModelSpec, TensorArg
+from kslserve.ksl.files import fail, parse_object, quote_path
+from kslserve.ksl.generation import (
+    GenerationDefaults,
+    TokenizerFacts,
+    read_generation,
+    read_tokenizer,
+)
+from kslserve.ksl.layout import Stored
+
+# Text files that belong to a model, by the names that they have in a container.
+TOKENIZER = "tokenizer.json"
+TEMPLATE = "chat_template.jinja"
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+TEXT_FILES = (TOKENIZER, TEMPLATE, CONFIG, GENERATION)
+
+
+@dataclass(slots=True, eq=False)
+class ModelFile:
+    """An open model: all that serving needs. Owns the memory maps behind `tensors`.
+
+    name: for clients. source: a description for people. weights, head: the encodings that are
+    served (`fp6`, `nvfp4`, `nvfp4-mlp`, `bf16`). tokenizer_json and chat_template: None when the
+    model has none. notes: sentences for the start message.
+    """
+
+    name: str
+    source: str
+    spec: ModelSpec
+    tensors: list[TensorArg]
+    weights: str
+    head: str
+    tokenizer_json: bytes | None
+    chat_template: str | None
+    config: dict[str, Any]
+    generation: GenerationDefaults
+    notes: tuple[str, ...] = ()
+    on_close: Callable[[], None] | None = field(default=None, repr=False)
+
+    def close(self) -> None:
+        """Forget the tensors and unmap the files. Idempotent. Buffers that someone still holds stay
+        valid."""
+        self.tensors = []
+        if self.on_close is not None:
+            self.on_close()
+            self.on_close = None
+
+    def __enter__(self) -> ModelFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass(slots=True, eq=False)
+class Source:
+    """A model as it is stored, tensor by tensor: what `policy` plans over and `convert` streams.
+
+    where: its path, which starts error texts. spec: token_limit is the vocabulary until `texts` is
+    read. stored: every tensor in file order. read: makes the TensorArg of one name, zero-copy where
+    the stored bytes are already what the engine wants. files: the bytes of TEXT_FILES that exist.
+    weights, head: the encodings of a container; empty for a folder or shapes. release: gives memory
+    that held file contents back; what `read` returned stays valid.
+    """
+
+    name: str
+    description: str
+    where: str
+    spec: ModelSpec
+    tied: bool
+    stored: dict[str, Stored]
+    read: Callable[[str], TensorArg]
+    config: dict[str, Any]
+    config_eos: tuple[int, ...]
+    files: dict[str, bytes]
+    weights: str = ""
+    head: str = ""
+    notes: list[str] = field(default_factory=list)
+    release: Callable[[], None] = lambda: None
+    on_close: Callable[[], None] = lambda: None
+
+    def close(self) -> None:
+        self.on_close()
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """The checked contents of a source's text files, and the spec with its token limit."""
+
+    spec: ModelSpec
+    tokenizer_json: bytes | None
+    chat_template: str | None
+    generation: GenerationDefaults
+
+
+def read_texts(source: Source) -> Texts:
+    """ModelFileError when a text file is not what its name says."""
+    where = quote_path(source.where)
+    tokenizer: TokenizerFacts | None = None
+    spec = source.spec
+    if TOKENIZER in source.files:
+        tokenizer = read_tokenizer(source.files[TOKENIZER], f"{where}: {TOKENIZER}")
+        if tokenizer.size > spec.vocab:
+            fail(
+                where,
+                f"the tokenizer has ids up to {tokenizer.size - 1}, but the embedding has "
+                f"{spec.vocab} rows.",
+            )
+        spec = dataclasses.replace(spec, token_limit=tokenizer.size)
+    template = None
+    if TEMPLATE in source.files:
+        try:
+            template = source.files[TEMPLATE].decode("utf-8")
+        except UnicodeDecodeError as error:
+            fail(where, f"{TEMPLATE}: expected UTF-8, found another byte at byte {error.start}.")
+    values = None
+    label = f"{where}: {GENERATION}"
+    if GENERATION in source.files:
+        values = parse_object(source.files[GENERATION], label)
+    generation = read_generation(values, source.config_eos, tokenizer, spec.vocab, label)
+    return Texts(spec, source.files.get(TOKENIZER), template, generation)
