@@ -1,0 +1,353 @@
+"""One connection: requests in, replies out, one at a time and in order.
+
+States: idle (no byte of a request), receiving (head or body), answering (a reply is open), ending
+(the last response is sent; input is discarded). While answering, further bytes are held in a small
+backlog instead of leaving them in the system's buffer, because reading is what tells that a client
+left; only a client that sends more than `backlog_bytes` ahead is paused.
+
+End of input. A client that ends its sending side before its request is complete, or once the
+response has started, is taken to have left. In between it may be a client that only half-closed (as
+`nc -N` does) and gets its answer: an interim `100 Continue`, which every HTTP/1.1 client must
+accept, makes the system of one that closed answer with a reset, which is looked for
+(flow.PeerProbe). HTTP/1.0 has no interim responses; there the end of input is the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+from kslserve.errors import BodyTooLarge, KslError, QueueFull, RequestTimeout
+from kslserve.http.flow import Deadline, PeerProbe, WriteFlow
+from kslserve.http.message import CONTINUE, Handler, Reply, Request, Response
+from kslserve.http.reader import RequestReader
+from kslserve.http.shared import Shared
+
+
+class Connection(asyncio.Protocol):
+    """See the module's text. Made by the server for each accepted socket."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._reader = RequestReader(shared.limits)
+        self._deadline = Deadline(shared.loop, self._on_deadline)
+        self._transport: asyncio.Transport
+        self._out: WriteFlow
+        self._peer = ""
+        self._local = ""
+        self._backlog = b""
+        self._at = 0  # offset of the first unread byte of the backlog
+        self._reply: Reply | None = None
+        self._verdict: Handler | Response | KslError | None = None
+        self._probe: PeerProbe | None = None
+        self._timed_head = False
+        self._pumping = False
+        self._input_paused = False
+        self._input_ended = False
+        self._ending = False
+
+    # Events of the transport.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport = cast(asyncio.Transport, transport)  # uvloop's is none by class
+        shared = self._shared
+        self._transport = transport
+        self._out = WriteFlow(
+            shared.loop, transport, shared.limits.write_timeout_s, self._on_stuck_reader
+        )
+        self._peer = _address(transport.get_extra_info("peername"))
+        local = transport.get_extra_info("sockname")
+        self._local = local[0] if isinstance(local, tuple) else ""
+        shared.open_gauge.inc()
+        full = len(shared.connections) >= shared.limits.max_connections
+        if shared.draining or (full and not shared.evict_idle()):
+            shared.log.warning("connection refused", peer=self._peer, open=len(shared.connections))
+            self._ending = True
+            transport.abort()
+        shared.connections[self] = None
+        self._deadline.set(shared.limits.idle_timeout_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._ending = True
+        self._shared.connections.pop(self, None)
+        self._shared.open_gauge.dec()
+        self._deadline.close()
+        self._out.close()
+        self._backlog = b""
+        self._reader.reset()
+        self._lose_client()
+
+    def data_received(self, data: bytes) -> None:
+        if self._ending:
+            return
+        if self._at < len(self._backlog):
+            self._backlog = self._backlog[self._at :] + data
+        else:
+            self._backlog = data
+        self._at = 0
+        self._pump()
+
+    def eof_received(self) -> bool:
+        """Whether the transport stays open for writing."""
+        self._input_ended = True
+        reply = self._reply
+        if self._ending:
+            return False
+        if reply is None:
+            # Requests may be waiting for a slow reader of the response before them.
+            return self._at < len(self._backlog)
+        if reply.started or not self._start_probe():
+            self._lose_client()
+            return False
+        return True
+
+    def pause_writing(self) -> None:
+        self._out.pause()
+
+    def resume_writing(self) -> None:
+        self._out.resume()
+        if self._ending:
+            self._out.watch()
+        elif self._reply is not None:
+            self._shared.call(self._reply.drained())
+        else:
+            self._pump()
+
+    # Receiving.
+
+    def _pump(self) -> None:
+        """Read and answer as much of the backlog as can be. A loop and no recursion, since
+        responses that need no handler are complete at once."""
+        if self._pumping:
+            return
+        self._pumping = True
+        try:
+            while (
+                self._reply is None
+                and self._at < len(self._backlog)
+                and not self._ending
+                and not self._out.paused
+                and not self._transport.is_closing()
+            ):
+                self._read()
+        finally:
+            self._pumping = False
+        self._settle()
+
+    def _read(self) -> None:
+        """Consume the backlog up to the end of one request, and answer it when it is complete."""
+        reader = self._reader
+        try:
+            if reader.request is None:
+                self._at = reader.feed_head(self._backlog, self._at)
+                if reader.request is not None:
+                    self._on_head(reader.request)
+            if reader.request is not None:
+                self._at = reader.feed_body(self._backlog, self._at)
+                if reader.complete:
+                    self._on_request()
+        except KslError as error:
+            self._refuse(error)
+
+    def _on_head(self, request: Request) -> None:
+        """Decide before the body arrives. A refusal that can wait for the end of the body waits, so
+        that the connection stays of use; the body is dropped."""
+        shared, reader = self._shared, self._reader
+        request.peer = self._peer
+        request.local = self._local
+        awaits_continue = (
+            not reader.complete
+            and self._at == len(self._backlog)
+            and request.headers.get("expect", "").lower() == "100-continue"
+        )
+        too_large = reader.length is not None and reader.length > shared.limits.body_bytes
+        try:
+            self._verdict = shared.router.resolve(request)
+            if too_large:
+                raise BodyTooLarge(f"The body is over {shared.limits.body_bytes} bytes.")
+            if request.method == "POST" and 0 < shared.limits.max_requests <= shared.busy:
+                raise QueueFull(
+                    "The server is answering as many requests as it takes.", retry_after_s=1
+                )
+        except KslError as error:
+            if too_large or awaits_continue:
+                raise
+            self._verdict = error
+            reader.discard_body = True
+        if awaits_continue and request.version == "1.1":
+            self._out.write(CONTINUE)
+
+    def _on_request(self) -> None:
+        """A request is complete: run its handler as a task, or answer what was decided already."""
+        shared = self._shared
+        request = self._reader.take()
+        verdict = self._verdict
+        reply = self._open_reply(request, keep_alive=self._reader.keep_alive)
+        self._reader.reset()
+        self._timed_head = False
+        self._verdict = None
+        self._deadline.clear()
+        if isinstance(verdict, Response):
+            reply.respond(verdict)
+        elif isinstance(verdict, KslError):
+            shared.refuse(reply, verdict, self._peer)
+        else:
+            assert verdict is not None
+            shared.spawn(verdict, request, reply)
+            if self._input_ended and not self._start_probe():
+                self.abort()
+
+    def _refuse(self, error: KslError) -> None:
+        """Answer what cannot be read any further, and end the connection."""
+        reply = self._open_reply(self._reader.request, keep_alive=False)
+        self._shared.refuse(reply, error, self._peer)
+
+    def _settle(self) -> None:
+        """After reading: the deadline of the state that was reached, and the pause of input."""
+        if self._ending or self._transport.is_closing():
+            return
+        limits = self._shared.limits
+        held = len(self._backlog) - self._at
+        if not held:
+            self._backlog, self._at = b"", 0
+        if self._reply is None and not held:
+            if self._input_ended:
+                self._end()
+                return
+            if self._reader.idle:
+                self._deadline.set(limits.idle_timeout_s)
+            elif self._reader.request is not None:
+                self._deadline.set(limits.io_timeout_s)
+            elif not self._timed_head:
+                self._timed_head = True
+                self._deadline.set(limits.io_timeout_s)
+        if not self._input_ended and self._input_paused != (held > limits.backlog_bytes):
+            self._input_paused = not self._input_paused
+            if self._input_paused:
+                self._transport.pause_reading()
+            else:
+                self._transport.resume_reading()
+
+    # Answering: the side that replies use (message.Outlet).
+
+    def _open_reply(self, request: Request | None, *, keep_alive: bool) -> Reply:
+        request_id = request.request_id if request is not None else self._reader.request_id
+        reply = Reply(self, request, request_id)
+        reply.keep_alive = keep_alive
+        self._reply = reply
+        if request is not None and request.method == "POST":
+            self._shared.busy += 1
+        return reply
+
+    def _close_reply(self) -> Reply | None:
+        reply, self._reply = self._reply, None
+        if reply is not None and reply.request is not None and reply.request.method == "POST":
+            self._shared.busy -= 1
+        if self._probe is not None:
+            self._probe.stop()
+            self._probe = None
+        return reply
+
+    @property
+    def paused(self) -> bool:
+        return self._out.paused
+
+    def send_bytes(self, data: bytes) -> None:
+        if not self._transport.is_closing():
+            self._out.write(data)
+
+    def date_line(self) -> bytes:
+        return self._shared.date_line()
+
+    def keeps_alive(self, reply: Reply) -> bool:
+        return reply.keep_alive and not self._shared.draining
+
+    def reply_done(self, reply: Reply) -> None:
+        self._close_reply()
+        if not reply.keep_alive:
+            self._end()
+        else:
+            self._pump()
+
+    def reply_aborted(self, reply: Reply) -> None:
+        self._close_reply()
+        self._end(linger=False)
+
+    # Ending.
+
+    def _lose_client(self) -> None:
+        reply = self._close_reply()
+        if reply is not None:
+            self._shared.call(reply.client_lost())
+
+    def _start_probe(self) -> bool:
+        """After the end of input, find out whether the client is there; False when that cannot
+        be."""
+        reply = self._reply
+        if reply is None or reply.request is None or reply.request.version == "1.0":
+            return False
+        self._out.write(CONTINUE)
+        self._probe = PeerProbe(self._shared.loop, self._transport, self.abort)
+        return True
+
+    def _end(self, *, linger: bool = True) -> None:
+        """Close once everything is sent. linger: first only the sending side, and read on for a
+        while, because closing with unread input makes the system drop what the client has not read
+        yet."""
+        self._ending = True
+        self._backlog = b""
+        self._reader.reset()
+        if self._transport.is_closing():
+            return
+        if self._input_paused and not self._input_ended:
+            self._transport.resume_reading()
+        self._out.watch()
+        linger = linger and self._shared.limits.linger_s > 0 and not self._input_ended
+        if linger and self._transport.can_write_eof():
+            self._deadline.set(self._shared.limits.linger_s)
+            try:
+                self._transport.write_eof()
+            except OSError:  # the client is gone already
+                self._transport.abort()
+        else:
+            self._transport.close()
+
+    def _on_deadline(self) -> None:
+        if self._ending:
+            if self._out.waiting_bytes == 0:
+                self._transport.abort()
+            else:
+                self._deadline.set(self._shared.limits.linger_s)  # the write deadline decides
+        elif self._reader.idle:
+            self.close_idle()
+        else:
+            self._refuse(RequestTimeout("The rest of the request did not arrive in time."))
+
+    def _on_stuck_reader(self) -> None:
+        self._shared.log.info("slow reader closed", peer=self._peer)
+        self.abort()
+
+    @property
+    def idle(self) -> bool:
+        """Between requests, with none begun."""
+        return self._reply is None and self._reader.idle and not self._ending
+
+    def close_idle(self) -> bool:
+        """Close if idle."""
+        if not self.idle:
+            return False
+        self._ending = True
+        self._transport.close()
+        self._out.watch()
+        return True
+
+    def abort(self) -> None:
+        """Close now, whatever is in progress."""
+        self._lose_client()
+        self._transport.abort()
+
+
+def _address(peer: object) -> str:
+    if isinstance(peer, tuple) and len(peer) >= 2:
+        return f"[{peer[0]}]:{peer[1]}" if ":" in peer[0] else f"{peer[0]}:{peer[1]}"
+    return ""
