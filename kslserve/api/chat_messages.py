@@ -1,0 +1,157 @@
+"""Messages and tools of a Chat Completions body as core values.
+
+Shapes are checked here; what a template needs beyond them (folding of system turns, order of tool
+results) is done when the prompt is rendered. Parts that a text model cannot read become a fixed
+placeholder instead of an error, since a client repeats its history for ever.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from kslserve.api.fields import Fields, noun
+from kslserve.core.request import Message, Role, ToolCall, ToolChoice, ToolSpec
+from kslserve.errors import InvalidRequest, UnsupportedParameter
+
+IMAGE_OMITTED = "[image omitted: this model reads text only]"
+CONTENT_OMITTED = "[content omitted: this model reads text only]"
+
+_ROLES = {
+    "system": Role.SYSTEM,
+    "developer": Role.SYSTEM,
+    "user": Role.USER,
+    "assistant": Role.ASSISTANT,
+    "tool": Role.TOOL,
+    "function": Role.TOOL,
+}
+_TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_IMAGE_TYPES = ("image_url", "image", "input_image")
+# Characters that would end the name inside `<function=NAME>`.
+_NAME_BREAKERS = frozenset("<>\n\r")
+
+
+def messages_of(body: Fields) -> tuple[Message, ...]:
+    """The `messages` list. Raises InvalidRequest naming the field at fault."""
+    if not body.items("messages"):
+        body.refuse("messages", "must be a list with at least one message")
+    return tuple(_message(entry) for entry in body.objects("messages"))
+
+
+def _message(entry: Fields) -> Message:
+    name = entry.required_text("role")
+    role = _ROLES.get(name)
+    if role is None:
+        entry.refuse("role", f"must be one of {', '.join(_ROLES)}")
+    text = content_text(entry, "content")
+    if role is Role.ASSISTANT:
+        reasoning = entry.text("reasoning_content")
+        if reasoning is None and isinstance(entry.raw("reasoning"), str):
+            reasoning = entry.text("reasoning")
+        return Message(
+            role, text or entry.text("refusal") or "", reasoning, tool_calls=_calls(entry)
+        )
+    if role is Role.TOOL:
+        return Message(role, text, call_id=entry.text("tool_call_id"))
+    return Message(role, text)
+
+
+def content_text(entry: Fields, name: str) -> str:
+    """A content field as text: a string, null, or a list of parts joined without a separator."""
+    value = entry.raw(name)
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        entry.refuse(name, f"must be a string or a list of parts, not {noun(value)}")
+    return "".join(_part(item, f"{entry.at(name)}[{index}]") for index, item in enumerate(value))
+
+
+def _part(item: Any, path: str) -> str:
+    if isinstance(item, str):
+        return item
+    if not isinstance(item, dict):
+        raise InvalidRequest(f"{path} must be an object, not {noun(item)}.", param=path)
+    part = Fields(item, path)
+    kind = part.text("type") or "text"
+    field = _TEXT_FIELDS.get(kind)
+    if field is not None:
+        return part.required_text(field)
+    return IMAGE_OMITTED if kind in _IMAGE_TYPES else CONTENT_OMITTED
+
+
+def _calls(entry: Fields) -> tuple[ToolCall, ...]:
+    calls = []
+    for call in entry.objects("tool_calls"):
+        function = call.required_object("function")
+        calls.append(
+            ToolCall(call.text("id") or "", function.required_text("name"), _arguments(function))
+        )
+    legacy = entry.object("function_call")
+    if legacy is not None:
+        calls.append(ToolCall("", legacy.required_text("name"), _arguments(legacy)))
+    return tuple(calls)
+
+
+def _arguments(function: Fields) -> dict[str, Any]:
+    """The arguments as an object. Text that is no JSON object (a call that was cut off) is kept
+    under the key `arguments`, so that history with a broken call stays usable."""
+    value = function.raw("arguments")
+    if isinstance(value, dict):
+        return value
+    text = function.text("arguments")
+    if text is None or not text.strip():
+        return {}
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return {"arguments": text}
+    return value if isinstance(value, dict) else {"arguments": value}
+
+
+def tools_of(body: Fields) -> tuple[ToolSpec, ...]:
+    """The `tools` list; an empty one is the same as none."""
+    if body.has("functions") or body.has("function_call"):
+        name = "functions" if body.has("functions") else "function_call"
+        raise UnsupportedParameter(f"{name} is not supported; use tools.", param=name)
+    return tuple(_tool(entry) for entry in body.objects("tools"))
+
+
+def _tool(entry: Fields) -> ToolSpec:
+    kind = entry.text("type") or "function"
+    if kind != "function":
+        path = entry.at("type")
+        raise UnsupportedParameter(f"{path} must be function.", param=path)
+    function = entry.required_object("function")
+    name = function.required_text("name")
+    if not name or not _NAME_BREAKERS.isdisjoint(name):
+        function.refuse("name", "must be a name without angle brackets and line breaks")
+    function.text("description")
+    parameters = function.object("parameters")
+    return ToolSpec(name, entry.value, {} if parameters is None else parameters.value)
+
+
+def tool_choice_of(body: Fields, tools: tuple[ToolSpec, ...]) -> tuple[ToolChoice, str | None]:
+    """`tool_choice` as (choice, name of the forced tool)."""
+    value = body.raw("tool_choice")
+    if value is None:
+        return ToolChoice.AUTO, None
+    if isinstance(value, str):
+        if value not in ("auto", "none", "required"):
+            body.refuse("tool_choice", "must be auto, none, required or a function")
+        choice, name = ToolChoice(value), None
+    else:
+        entry = body.object("tool_choice")
+        assert entry is not None
+        if entry.text("type") != "function":
+            path = entry.at("type")
+            raise UnsupportedParameter(f"{path} must be function.", param=path)
+        function = entry.required_object("function")
+        choice, name = ToolChoice.NAMED, function.required_text("name")
+        if all(tool.name != name for tool in tools):
+            function.refuse("name", "must name one of the tools")
+    if choice is ToolChoice.REQUIRED and not tools:
+        body.refuse("tool_choice", "needs tools")
+    return choice, name

@@ -1,0 +1,220 @@
+"""One live generation: the scheduler's sink. Sampled ids in, core.Events out, one batch per wave.
+
+ids -> text (incremental UTF-8) -> parser (reasoning, text, calls) -> stop strings -> on_events.
+Stop strings apply to the visible text only: never to reasoning or to tool calls, whose content the
+client did not write for display. Everything runs on the event loop; nothing here blocks or awaits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from kslserve.core.events import (
+    Event,
+    Failed,
+    Finished,
+    LogprobsDelta,
+    Started,
+    TextDelta,
+    TokenLogprob,
+    ToolCallEnd,
+)
+from kslserve.core.usage import FinishReason, Usage
+from kslserve.errors import KslError
+from kslserve.parse.stops import StopMatcher
+from kslserve.parse.stream import OutputParser
+from kslserve.text.detokenizer import Detokenizer
+from kslserve.text.tokenizer import Tokenizer
+
+OnEvents = Callable[[list[Event]], None]
+Entries = list[list[tuple[int, float]]]
+
+
+class Generation:
+    """Times are of time.monotonic(); None until they happened. `error` is set when it failed.
+
+    usage is complete once `ended_at` is set. After the terminal event (Finished or Failed)
+    on_events is not called again.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: Tokenizer,
+        parser: OutputParser,
+        stops: Sequence[str],
+        on_events: OnEvents,
+        prompt_tokens: int,
+        max_new_tokens: int,
+        stop_ids: tuple[int, ...],
+        seed: int,
+        one_call: bool = False,
+        opening: str = "",
+        on_ended: Callable[[Generation], None] | None = None,
+    ) -> None:
+        """one_call: the generation ends with its first complete tool call. opening: forced output
+        that the prompt already holds; it is parsed as if the model had written it, and not
+        counted."""
+        self.seed = seed
+        self.usage = Usage(prompt_tokens=prompt_tokens)
+        self.created_at = time.monotonic()
+        self.admitted_at: float | None = None
+        self.first_token_at: float | None = None
+        self.ended_at: float | None = None
+        self.reason: FinishReason | None = None
+        self.error: KslError | None = None
+        self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(tokenizer)
+        self._parser = parser
+        self._stops = StopMatcher(tuple(stops)) if stops else None
+        self._on_events = on_events
+        self._on_ended = on_ended
+        self._max_new_tokens = max_new_tokens
+        self._stop_ids = frozenset(stop_ids)
+        self._one_call = one_call
+        self._opening = opening
+        self._cancel: Callable[[KslError | None], None] | None = None
+        self._held: list[Event] = []
+
+    @property
+    def done(self) -> bool:
+        return self.ended_at is not None
+
+    def attach(self, cancel: Callable[[KslError | None], None]) -> None:
+        """Give it the way to cancel its sequence."""
+        self._cancel = cancel
+
+    def cancel(self, error: KslError | None = None) -> None:
+        """End it from outside: silently (the client left), or with an error for the client."""
+        if not self.done and self._cancel is not None:
+            self._cancel(error)
+
+    # ------------------------------------------------------------ sink
+
+    def admitted(self) -> None:
+        self.admitted_at = time.monotonic()
+        events: list[Event] = [Started()]
+        if self._opening:
+            events += self._parser.feed(self._opening)
+        self._on_events(events)
+
+    def tokens(self, ids: list[int], logprobs: Entries | None) -> None:
+        """Ids sampled by one wave, the stop id included."""
+        if self.done or not ids:
+            return
+        if self.first_token_at is None:
+            self.first_token_at = time.monotonic()
+        usage = self.usage
+        usage.completion_tokens += len(ids)
+        last = ids[-1] in self._stop_ids
+        if logprobs is None and not self._parser.in_reasoning:
+            events = self._parse(ids[:-1] if last else ids)
+        else:
+            events = self._parse_singly(ids[:-1] if last else ids, logprobs)
+            if last and self._parser.in_reasoning:
+                usage.reasoning_tokens += 1
+        if self._stops is not None or self._one_call:
+            events, cut = self._cut(events)
+            if cut is not None:
+                self._stop_here(events, cut)
+                return
+        if last or usage.completion_tokens >= self._max_new_tokens:
+            # The scheduler ends this sequence in the same turn: one batch instead of two.
+            self._held = events
+        elif events:
+            self._on_events(events)
+
+    def ended(self, reason: FinishReason, error: KslError | None) -> None:
+        """The scheduler is done with the sequence; error is set when it failed."""
+        if self.done:
+            return
+        events, self._held = self._held, []
+        if error is not None:
+            self._close(reason, error)
+            self._on_events([*events, Failed(error, self.usage)])
+            return
+        rest = self._detokenizer.flush()
+        tail = (self._parser.feed(rest) if rest else []) + self._parser.finish(reason)
+        stop_string = None
+        if self._stops is not None:
+            tail, stop_string = self._cut(tail)
+            if stop_string is None:
+                text = self._stops.flush()
+                tail += [TextDelta(text)] if text else []
+        self._finish(events + tail, self._final_reason(reason, stop_string), stop_string)
+
+    # ------------------------------------------------------------ helpers
+
+    def _parse(self, ids: Sequence[int]) -> list[Event]:
+        text = self._detokenizer.feed(ids)
+        return self._parser.feed(text) if text else []
+
+    def _parse_singly(self, ids: Sequence[int], logprobs: Entries | None) -> list[Event]:
+        """Token by token: counts reasoning tokens exactly and puts log-probabilities beside their
+        text. Only tokens after the reasoning have entries."""
+        events: list[Event] = []
+        for at, token in enumerate(ids):
+            reasoning = self._parser.in_reasoning
+            if reasoning:
+                self.usage.reasoning_tokens += 1
+            elif logprobs is not None:
+                events.append(LogprobsDelta((self._entry(logprobs[at]),)))
+            events += self._parse((token,))
+        return events
+
+    def _entry(self, values: list[tuple[int, float]]) -> TokenLogprob:
+        """values: the sampled token first, then the most likely ones."""
+        bytes_of = self._tokenizer.token_bytes
+        (token, logprob), *top = values
+        return TokenLogprob(
+            bytes_of(token), token, logprob, tuple((bytes_of(t), t, value) for t, value in top)
+        )
+
+    def _cut(self, events: list[Event]) -> tuple[list[Event], str | None]:
+        """Events up to the first stop string, or up to the end of the only call allowed. The second
+        value is None where the generation goes on, and empty for a call."""
+        kept: list[Event] = []
+        for event in events:
+            if isinstance(event, TextDelta) and self._stops is not None:
+                text, matched = self._stops.feed(event.text)
+                if text:
+                    kept.append(TextDelta(text))
+                if matched is not None:
+                    return kept, matched
+                continue
+            if self._stops is not None and not isinstance(event, LogprobsDelta):
+                # Held text that might have begun a stop string comes before what follows it.
+                held = self._stops.flush()
+                kept += [TextDelta(held)] if held else []
+            kept.append(event)
+            if self._one_call and isinstance(event, ToolCallEnd):
+                return kept, ""
+        return kept, None
+
+    def _stop_here(self, events: list[Event], stop_string: str) -> None:
+        """End before the model does; the scheduler hears of it as a cancellation."""
+        reason = FinishReason.STOP_STRING if stop_string else FinishReason.TOOL_CALLS
+        cancel = self._cancel
+        self._finish(events, reason, stop_string or None)
+        if cancel is not None:
+            cancel(None)
+
+    def _final_reason(self, reason: FinishReason, stop_string: str | None) -> FinishReason:
+        if stop_string is not None:
+            return FinishReason.STOP_STRING if stop_string else FinishReason.TOOL_CALLS
+        if reason is FinishReason.STOP and self._parser.saw_tool_call:
+            return FinishReason.TOOL_CALLS
+        return reason
+
+    def _finish(self, events: list[Event], reason: FinishReason, stop_string: str | None) -> None:
+        self._close(reason, None)
+        events.append(Finished(reason, self.usage, stop_string or None))
+        self._on_events(events)
+
+    def _close(self, reason: FinishReason, error: KslError | None) -> None:
+        self.ended_at = time.monotonic()
+        self.reason = reason
+        self.error = error
+        if self._on_ended is not None:
+            self._on_ended(self)

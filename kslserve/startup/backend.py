@@ -1,0 +1,174 @@
+"""From settings to an open engine and the texts beside it. Runs in a thread while the server
+already answers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+from kslserve.config import Settings
+from kslserve.core.sampling import SamplingParams
+from kslserve.engine.codecs import encoding_sizes
+from kslserve.engine.fake import FakeEngine
+from kslserve.engine.fingerprint import fingerprint
+from kslserve.engine.model import PoolSizes
+from kslserve.engine.scripted import Script, ScriptedEngine, ScriptedTokenizer
+from kslserve.engine.types import Engine
+from kslserve.errors import ModelFileError
+from kslserve.ksl.model import ModelFile, read_texts
+from kslserve.ksl.open import open_model, open_source
+from kslserve.service.model import ServedModel
+from kslserve.startup.lines import describe
+from kslserve.startup.pools import free_memory_bytes, kv_format, plan_pools
+from kslserve.text.template import ChatTemplate, bundled
+from kslserve.text.tokenizer import Tokenizer
+
+FALLBACK_TEMPLATE = "3.5"
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """Everything that serving needs and that takes time to make. lines: for the start message."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    model: ServedModel
+    lines: tuple[str, ...]
+
+
+def open_backend(settings: Settings, log_line: Callable[[str], None]) -> Backend:
+    """Open the model and the engine. log_line hears of slow steps. Raises UsageError
+    (ModelFileError included) or EngineError with one sentence."""
+    model = _open_model(settings, log_line)
+    with model:
+        if model.tokenizer_json is None:
+            raise ModelFileError(
+                f"{settings.model} has no tokenizer.json: name a folder with one by --model-dir."
+            )
+        tokenizer = Tokenizer(model.tokenizer_json, model.generation.eos_ids)
+        tokenizer.require_control_ids()
+        script = None
+        if settings.engine == "scripted":
+            script = Script.load(settings.script, tokenizer.size)
+            tokenizer = cast(Tokenizer, _ScriptTexts(tokenizer, script))
+        notes = list(model.notes)
+        source = model.chat_template
+        if source is None:
+            source = bundled(FALLBACK_TEMPLATE)
+            notes.append(f"no chat template: the {FALLBACK_TEMPLATE} one is used")
+        template = ChatTemplate(source, tokenizer.control_tokens)
+        plan = plan_pools(settings, model.spec, free_memory_bytes() - _weight_bytes(model))
+        notes += plan.notes
+        engine = _open_engine(settings, model, plan.sizes, tokenizer, script)
+        served = ServedModel(
+            name=model.name,
+            context=plan.context,
+            defaults=sampling_defaults(model),
+            fingerprint="ksl_" + fingerprint(model.spec, model.tensors, engine.info)[:12],
+            stop_ids=tokenizer.end_of_turn_ids,
+            vocab=tokenizer.size,
+            created=int(time.time()),
+        )
+        lines = tuple(describe(model, engine.info, served, template.version, notes))
+    return Backend(engine, tokenizer, template, served, lines)
+
+
+def _open_model(settings: Settings, log_line: Callable[[str], None]) -> ModelFile:
+    """The whole model for the native engine, and only its texts and shapes for the others."""
+    if settings.engine == "native":
+        return open_model(
+            settings.model,
+            weights=settings.weights,
+            head=settings.head,
+            model_dir=settings.model_dir,
+            progress=_Quantizing(log_line),
+        )
+    source = open_source(settings.model, settings.model_dir)
+    try:
+        texts = read_texts(source)
+    except BaseException:
+        source.close()
+        raise
+    return ModelFile(
+        name=source.name,
+        source=source.description,
+        spec=texts.spec,
+        tensors=[],
+        weights="none",
+        head="none",
+        tokenizer_json=texts.tokenizer_json,
+        chat_template=texts.chat_template,
+        config=source.config,
+        generation=texts.generation,
+        notes=tuple(source.notes),
+        on_close=source.close,
+    )
+
+
+class _Quantizing:
+    """Says once that quantizing takes a while."""
+
+    def __init__(self, log_line: Callable[[str], None]) -> None:
+        self._log_line: Callable[[str], None] | None = log_line
+
+    def __call__(self, name: str) -> None:
+        if self._log_line is not None:
+            self._log_line(
+                "quantizing the weights; `kslserve convert` saves this for the next start"
+            )
+            self._log_line = None
+
+
+class _ScriptTexts(ScriptedTokenizer):
+    """With the table that detokenizers read directly."""
+
+    def __init__(self, tokenizer: Tokenizer, script: Script) -> None:
+        super().__init__(tokenizer, script)
+        self.bytes_of = [*tokenizer.bytes_of, *script.texts]
+
+
+def _open_engine(
+    settings: Settings,
+    model: ModelFile,
+    sizes: PoolSizes,
+    tokenizer: Tokenizer,
+    script: Script | None,
+) -> Engine:
+    if script is not None:
+        return ScriptedEngine(sizes, script, tokenizer)
+    if settings.engine == "fake":
+        return FakeEngine(sizes, vocab=tokenizer.size, strict=False)
+    # Imported here: the other engines also work where the extension was not built.
+    from kslserve.engine.native import NativeEngine
+
+    return NativeEngine.open(
+        model.spec,
+        model.tensors,
+        sizes,
+        kv_format=kv_format(settings),
+        isa=settings.cpu,
+        threads=settings.threads,
+        nice=settings.cpu_nice,
+        test_hooks=settings.test_hooks,
+    )
+
+
+def _weight_bytes(model: ModelFile) -> int:
+    """Bytes that the engine's copy of the weights will take."""
+    return sum(sum(encoding_sizes(t.encoding, t.rows, t.cols)) for t in model.tensors)
+
+
+def sampling_defaults(model: ModelFile) -> SamplingParams:
+    given = model.generation
+    return SamplingParams(
+        temperature=given.temperature,
+        top_p=given.top_p,
+        top_k=given.top_k,
+        min_p=given.min_p,
+        presence_penalty=given.presence_penalty,
+        repetition_penalty=given.repetition_penalty,
+    )

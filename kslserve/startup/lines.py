@@ -1,0 +1,63 @@
+"""The start message: what was loaded, what it takes, how it samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kslserve.core.sampling import SamplingParams
+from kslserve.engine.types import EngineInfo
+from kslserve.ksl.model import ModelFile
+from kslserve.service.model import ServedModel
+from kslserve.startup.pools import size
+
+
+def describe(
+    model: ModelFile, info: EngineInfo, served: ServedModel, version: str, notes: Sequence[str]
+) -> list[str]:
+    """The lines of the message. notes: sentences at its end."""
+    spec = model.spec
+    parameters = _parameter_count(model)
+    shape = f"{spec.layers} layers" + (", MTP head" if info.has_mtp else "")
+    if parameters:
+        shape += f", {parameters / 1e6:.1f} M parameters, {model.weights} (head {model.head})"
+    engine = f"{info.name} engine"
+    if info.isa:
+        engine += f", {info.isa}, {info.threads} thread{'s' * (info.threads != 1)}"
+    tokens = info.blocks * info.block_tokens
+    kv_bytes = info.blocks * info.block_bytes
+    reads = f"; reads {size(info.token_bytes)} of weights per token" if info.token_bytes else ""
+    lines = [
+        f"model     {model.name}: {shape}, template {version}",
+        f"source    {model.source}",
+        f"engine    {engine}, {info.activation} activations{reads}",
+        f"memory    weights {size(info.weight_bytes)}, KV {tokens} tokens {size(kv_bytes)} "
+        f"({info.kv_format}), {info.slabs} slabs {size(info.slabs * info.slab_bytes)}, "
+        f"scratch {size(info.scratch_bytes)}",
+        f"context   {served.context} tokens, {info.slots} requests at once",
+        f"sampling  {describe_sampling(served.defaults)}",
+    ]
+    return lines + [f"note      {note}" for note in notes]
+
+
+def describe_sampling(defaults: SamplingParams) -> str:
+    if defaults.temperature == 0:
+        return "greedy (temperature 0) unless a request says otherwise"
+    parts = [f"temperature {defaults.temperature:g}"]
+    if defaults.top_p < 1:
+        parts.append(f"top_p {defaults.top_p:g}")
+    if defaults.top_k > 0:
+        parts.append(f"top_k {defaults.top_k}")
+    if defaults.min_p > 0:
+        parts.append(f"min_p {defaults.min_p:g}")
+    if defaults.presence_penalty:
+        parts.append(f"presence_penalty {defaults.presence_penalty:g}")
+    if defaults.repetition_penalty != 1:
+        parts.append(f"repetition_penalty {defaults.repetition_penalty:g}")
+    return ", ".join(parts)
+
+
+def _parameter_count(model: ModelFile) -> int:
+    """Parameters of the model; a second copy of a tied head is none."""
+    config = model.config.get("text_config", model.config)
+    tied = config.get("tie_word_embeddings", model.config.get("tie_word_embeddings", False))
+    return sum(t.rows * t.cols for t in model.tensors if not (tied and t.name == "lm_head.weight"))

@@ -1,0 +1,107 @@
+"""Sizes of the engine's pools, from the settings, the model's shape and the memory there is."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+
+from kslserve.config import AUTO, Settings
+from kslserve.engine.model import ModelSpec, PoolSizes
+from kslserve.errors import UsageError
+
+_KV_BYTES = {"f32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """context: longest timeline of a request. notes: what was changed to make it fit."""
+
+    sizes: PoolSizes
+    context: int
+    notes: tuple[str, ...] = ()
+
+
+def kv_format(settings: Settings) -> str:
+    """The KV format in use; the default is fixed, since one that followed memory would change
+    output between two starts."""
+    return "bf16" if settings.kv == "auto" else settings.kv
+
+
+def kv_token_bytes(spec: ModelSpec, kv: str) -> int:
+    """Bytes of one token in every KV layer, the MTP layer's included."""
+    layers = sum(kind == "full" for kind in spec.layer_kinds) + spec.mtp_layers
+    return layers * 2 * spec.kv_heads * spec.head_dim * _KV_BYTES[kv]
+
+
+def plan_pools(settings: Settings, spec: ModelSpec, free_bytes: int) -> PoolPlan:
+    """Size the pools. free_bytes: memory that is left beside the weights; half of it may be KV.
+
+    `auto` context is the model's maximum, or what fits into that half; `auto` KV holds as many
+    whole contexts as fit, at most one per sequence. Raises UsageError for a context that cannot
+    fit.
+    """
+    block = settings.block_tokens
+    token_bytes = kv_token_bytes(spec, kv_format(settings))
+    notes: list[str] = []
+    half = max(free_bytes, 0) // 2 // token_bytes // block * block
+    context = settings.context
+    if context == AUTO:
+        context = spec.max_positions
+        if settings.kv_tokens == AUTO and context > half:
+            if half < block:
+                raise UsageError("there is not enough free memory for the KV pool of this model.")
+            context = half
+            notes.append(
+                f"the context is {context} tokens, not the model's {spec.max_positions}: more does "
+                "not fit into half of the free memory"
+            )
+    elif context > spec.max_positions:
+        notes.append(f"the context is longer than the {spec.max_positions} tokens the model knows")
+    blocks_per_context = math.ceil(context / block)
+    if settings.kv_tokens != AUTO:
+        blocks = math.ceil(settings.kv_tokens / block)
+        if blocks < blocks_per_context:
+            notes.append(f"--kv-tokens limits a request to {blocks * block} tokens")
+    else:
+        needed = blocks_per_context * block * token_bytes
+        if needed > max(free_bytes, 0):
+            raise UsageError(
+                f"a context of {context} tokens needs {size(needed)} for KV, but "
+                f"{size(free_bytes)} are free: set a smaller --context."
+            )
+        contexts = max(1, min(settings.max_seqs, half // (blocks_per_context * block)))
+        blocks = contexts * blocks_per_context
+    sizes = PoolSizes(
+        slots=settings.max_seqs,
+        slabs=settings.max_seqs,
+        blocks=blocks,
+        block_tokens=block,
+        blocks_per_slot=min(blocks, blocks_per_context),
+        # Decode rows ride beside a full prompt chunk.
+        wave_columns=settings.wave_columns + settings.max_seqs,
+        ring_depth=1,
+    )
+    return PoolPlan(sizes, min(context, blocks * block), tuple(notes))
+
+
+def free_memory_bytes() -> int:
+    """Memory that can be taken without pushing anything out, as the system says; else all it
+    has."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
