@@ -1,0 +1,49 @@
+"""Fixtures of the engine's own tests. Without the extension they fail; nothing is skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.native.driver import ISA_PATHS, Driver
+from tests.tiny import tiny_arrays, tiny_spec, tiny_tensors
+
+
+class Engines:
+    """Engines of the tiny model (every encoding in it), opened once for all tests. A test begins
+    its own sequences, so nothing is left over from another."""
+
+    def __init__(self) -> None:
+        self._spec = tiny_spec()
+        self._tensors = tiny_tensors(self._spec, tiny_arrays(self._spec), "mixed")
+        self._open: dict[tuple[str, str, int], Driver] = {}
+
+    def get(self, isa: str = "auto", kv: str = "f32", threads: int = 1) -> Driver:
+        key = (isa, kv, threads)
+        if key not in self._open:
+            self._open[key] = Driver(self._spec, self._tensors, isa=isa, kv=kv, threads=threads)
+        return self._open[key]
+
+    def close(self) -> None:
+        for driver in self._open.values():
+            driver.close()
+
+
+@pytest.fixture(scope="session")
+def engines() -> Iterator[Engines]:
+    found = Engines()
+    yield found
+    found.close()
+
+
+@pytest.fixture(params=ISA_PATHS)
+def isa(request: pytest.FixtureRequest) -> str:
+    """Each instruction set path that this machine runs."""
+    return str(request.param)
+
+
+@pytest.fixture
+def tiny(engines: Engines) -> Driver:
+    """The best path, float32 KV, one thread."""
+    return engines.get()

@@ -1,0 +1,85 @@
+"""The scheduler on the native engine: what a job gives does not depend on its neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kslserve.core.sampling import SamplingParams
+from kslserve.core.usage import FinishReason
+from kslserve.engine.model import ModelSpec, PoolSizes, TensorArg
+from kslserve.engine.native import NativeEngine
+from kslserve.errors import EngineError
+from kslserve.metrics import Metrics
+from kslserve.sched.scheduler import Job, SchedLimits, Scheduler
+from tests.tiny import tiny_arrays, tiny_spec, tiny_tensors
+from tests.world import Recorder
+
+POOLS = PoolSizes(
+    slots=3, slabs=3, blocks=18, block_tokens=16, blocks_per_slot=8, wave_columns=32, ring_depth=1
+)
+LIMITS = SchedLimits(3, 16, 24, 50.0, 250.0, 0.0, 0.0, 128)
+
+
+@pytest.fixture(scope="module")
+def model() -> tuple[ModelSpec, list[TensorArg]]:
+    spec = tiny_spec()
+    return spec, tiny_tensors(spec, tiny_arrays(spec, seed=3), "mixed")
+
+
+def jobs() -> list[Job]:
+    samplings = [
+        SamplingParams(temperature=0.0, logprobs=2),
+        SamplingParams(temperature=1.0, top_k=20, top_p=0.95),
+        SamplingParams(temperature=0.8, repetition_penalty=1.3, presence_penalty=0.5),
+        SamplingParams(temperature=1.2, min_p=0.05, logit_bias=((7, 3.0),)),
+        SamplingParams(temperature=1.0, seed=4),
+    ]
+    rng = np.random.default_rng(1)
+    return [
+        Job(rng.integers(0, 190, n, dtype=np.int32), new, sampling, seed, stop_ids)
+        for seed, (n, new, sampling, stop_ids) in enumerate(
+            zip([5, 70, 17, 33, 1], [30, 10, 25, 40, 20], samplings, [(), (), (9,), (), (3, 4)],
+                strict=True)
+        )
+    ]  # fmt: skip
+
+
+async def run(model: tuple[ModelSpec, list[TensorArg]], todo: list[Job]) -> list[Recorder]:
+    engine = NativeEngine.open(*model, POOLS, kv_format="bf16", threads=1)
+    scheduler = Scheduler(engine, LIMITS, Metrics())
+    scheduler.start()
+    recorders = [Recorder() for _ in todo]
+    for one, recorder in zip(todo, recorders, strict=True):
+        recorder.sequence = scheduler.submit(one, recorder)
+    await scheduler.drain(120)
+    scheduler.check()
+    snapshot = scheduler.snapshot()
+    assert snapshot.blocks_free == snapshot.blocks_total
+    engine.close()
+    return recorders
+
+
+async def test_together_equals_alone(model: tuple[ModelSpec, list[TensorArg]]) -> None:
+    together = await run(model, jobs())
+    for one, got in zip(jobs(), together, strict=True):
+        (expected,) = await run(model, [one])
+        assert got.ids == expected.ids
+        assert got.logprobs == expected.logprobs
+        assert got.reason is expected.reason
+    assert {r.reason for r in together} <= {FinishReason.LENGTH, FinishReason.STOP}
+
+
+async def test_what_the_engine_refuses_ends_one_job(
+    model: tuple[ModelSpec, list[TensorArg]],
+) -> None:
+    """Forced ids need test hooks; the others, new in the same wave, do not suffer."""
+    bad = replace(jobs()[1], forced=np.array([1], dtype=np.int32))
+    first, refused, last = await run(model, [jobs()[0], bad, jobs()[2]])
+    assert isinstance(refused.error, EngineError)
+    assert "test_hooks" in str(refused.error)
+    assert refused.admitted_count == 0
+    assert first.reason is FinishReason.LENGTH
+    assert last.error is None

@@ -1,0 +1,293 @@
+"""VERIFY rows and MTP drafts: whatever is drafted, ids and state are those of plain decode."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+from _kslserve import ffi, lib
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kslserve.core.sampling import SamplingParams
+from kslserve.engine.types import Draft, OpKind, RowKind, SlotConfig, StateOp
+from tests.native.conftest import Engines
+from tests.native.driver import ISA_PATHS, Driver, Stream
+from tests.tiny import tiny_arrays, tiny_spec, tiny_values
+
+IDS = np.random.default_rng(9).integers(0, 199, 200).astype(np.int32)
+GREEDY = SamplingParams(temperature=0.0)
+PENALTIES = SamplingParams(
+    temperature=0.0, presence_penalty=0.8, frequency_penalty=0.3, repetition_penalty=1.2
+)
+HOT = SamplingParams(
+    temperature=1.0,
+    top_k=60,
+    top_p=0.97,
+    presence_penalty=0.5,
+    frequency_penalty=0.2,
+    repetition_penalty=1.1,
+)
+
+each_path = pytest.mark.parametrize("isa", ISA_PATHS)
+each_sampling = pytest.mark.parametrize("sampling", [GREEDY, PENALTIES, HOT])
+
+
+def prompted(
+    driver: Driver, slot: int, sampling: SamplingParams, stop_ids: tuple[int, ...] = ()
+) -> tuple[Stream, int]:
+    """A stream whose prompt of 30 ids is run but for its last id, and that id."""
+    stream = driver.begin(slot, sampling=sampling, prompt_ids=IDS[:30], stop_ids=stop_ids)
+    stream.prefill(IDS[:29])
+    return stream, int(IDS[29])
+
+
+@cache
+def plain_ids(driver: Driver, sampling: SamplingParams) -> list[int]:
+    """What plain decode samples after the prompt."""
+    stream, first = prompted(driver, 0, sampling)
+    return [stream.last([first]), *stream.decode(110)]
+
+
+# Per step: how many right drafts, then whether a wrong one and how many more follow.
+STEPS = st.lists(
+    st.tuples(st.integers(0, 16), st.integers(0, 3), st.integers(1, 198)), min_size=1, max_size=5
+)
+
+
+@each_path
+@each_sampling
+@settings(max_examples=15, deadline=None)
+@given(steps=STEPS)
+def test_given_drafts(
+    engines: Engines, isa: str, sampling: SamplingParams, steps: list[tuple[int, int, int]]
+) -> None:
+    driver = engines.get(isa, "bf16")
+    expected = plain_ids(driver, sampling)
+    spec, token = prompted(driver, 1, sampling)
+    out: list[int] = []
+    for right, wrong, shift in steps:
+        known = expected[len(out) :]
+        drafts = known[:right]
+        drafts += [(t + shift) % 199 for t in known[right : right + min(wrong, 16 - right)]]
+        row = spec.verify(token, drafts)
+        assert row.accepted == right
+        assert row.tokens == known[: right + 1]
+        out += row.tokens
+        token = -1
+    again, first = prompted(driver, 2, sampling)
+    again.last([first])
+    again.decode(len(out) - 1)
+    assert spec.images() == again.images()
+    assert spec.decode(5) == expected[len(out) : len(out) + 5]
+
+
+@each_path
+@pytest.mark.parametrize("kv", ["f32", "bf16"])
+@each_sampling
+def test_own_drafts(engines: Engines, isa: str, kv: str, sampling: SamplingParams) -> None:
+    driver = engines.get(isa, kv)
+    plain, first = prompted(driver, 0, sampling)
+    spec, _ = prompted(driver, 1, sampling)
+    out = [spec.run(spec.row(RowKind.LAST, [first], propose=5)).rows[0].tokens[0]]
+    accepted = 0
+    for depth in (5, 3, 16, 0, 1, 5, 16, 4) * 3:
+        row = spec.row(RowKind.VERIFY, [-1], 17, draft=Draft.OWN, propose=depth)
+        done = spec.run(row).rows[0]
+        assert done.proposed == depth
+        out += done.tokens
+        accepted += done.accepted
+    assert len(out) == 1 + 24 + accepted
+    assert [plain.last([first]), *plain.decode(len(out) - 1)] == out
+    assert plain.images() == spec.images()
+
+
+def test_rows_that_draft_beside_each_other(tiny: Driver) -> None:
+    """Five rows draft to different depths in one wave, and verify in one: as alone."""
+
+    def drafts_of(streams: list[Stream], together: bool) -> list[bytes]:
+        rows = [
+            s.row(RowKind.LAST, IDS[10 * s.slot : 10 * s.slot + 20], propose=2 + 3 * s.slot)
+            for s in streams
+        ]
+        groups = [list(range(len(rows)))] if together else [[i] for i in range(len(rows))]
+        found = []
+        for group in groups:
+            wave = tiny.wave([rows[i] for i in group])
+            for i, row in zip(group, wave.rows, strict=True):
+                streams[i].position = row.position
+                assert row.proposed == 2 + 3 * i
+            verify = [
+                streams[i].row(RowKind.VERIFY, [-1], 3 + 3 * i, draft=Draft.OWN) for i in group
+            ]
+            wave = tiny.wave(verify, taps=["embed"])
+            found += [np.concatenate([[row.position], row.tokens]).tobytes() for row in wave.rows]
+            found.append(wave.taps["embed"].tobytes())
+        return found
+
+    beside = drafts_of([tiny.begin(i, sampling=HOT, seed=i) for i in range(5)], True)
+    alone = drafts_of([tiny.begin(i, sampling=HOT, seed=i) for i in range(5)], False)
+    assert beside[:5] == alone[0::2]
+    assert beside[5] == b"".join(alone[1::2])
+
+
+def drafted(driver: Driver, stream: Stream, n: int) -> list[int]:
+    """The ids that the slot holds as drafts, found by their embeddings. Runs a VERIFY row."""
+    row = stream.row(RowKind.VERIFY, [-1], 1 + n, draft=Draft.OWN)
+    rows = stream.run(row, ["embed"]).taps["embed"][1:]
+    table = tiny_values(tiny_spec(), tiny_arrays(tiny_spec()), "mixed")["model.embed_tokens.weight"]
+    return [int(np.flatnonzero((table == row).all(axis=1))[0]) for row in rows]
+
+
+def sampled(driver: Driver, logits: np.ndarray, config: SlotConfig, position: int) -> int:
+    """What the reference sampler chooses."""
+    keep: list[object] = []
+    chosen, error = ffi.new("int32_t *"), ffi.new("ksl_error *")
+    raw = np.ascontiguousarray(logits)
+    code = lib.ksl_sample(
+        ffi.cast("float *", ffi.from_buffer(raw)),
+        driver.spec.vocab,
+        driver.spec.token_limit,
+        Driver.sampling(keep, config),
+        ffi.NULL,
+        position,
+        chosen,
+        ffi.NULL,
+        error,
+    )
+    assert code == lib.KSL_OK, ffi.string(error.text)
+    return int(chosen[0])
+
+
+def test_a_draft_shares_the_noise_of_its_position(tiny: Driver) -> None:
+    """A draft is what the sampler draws from the MTP logits at the draft's position, the id sampled
+    before it counted."""
+    agreed = 0
+    for seed in range(12):
+        prompt = IDS[seed : seed + 20]
+        stream = tiny.begin(0, sampling=HOT, seed=seed, prompt_ids=prompt)
+        token = stream.last(prompt, propose=1)
+        (draft,) = drafted(tiny, stream, 1)
+        forced = tiny.begin(1)
+        row = forced.row(RowKind.PREFILL, np.append(prompt, token))
+        taps = forced.run(row, ["logits", "mtp_logits"]).taps
+        config = SlotConfig(HOT, seed, (), prompt, [token])
+        assert draft == sampled(tiny, taps["mtp_logits"][-1], config, 21)
+        agreed += draft == sampled(tiny, taps["logits"][-1], config, 21)
+    assert agreed < 12
+
+
+def test_drafts_count_the_drafts_before_them(tiny: Driver) -> None:
+    """A bias makes one id better than all others until it was used often enough."""
+    for penalty in (0.0, 2.0):
+        sampling = SamplingParams(
+            temperature=0.0,
+            frequency_penalty=penalty,
+            logit_bias=((0, 60.0), *((i, 40.0) for i in range(1, 9))),
+        )
+        stream = tiny.begin(0, sampling=sampling)
+        assert stream.last(IDS[:20], propose=16) == 0
+        drafts = drafted(tiny, stream, 16)
+        assert drafts[:3] == [0, 0, 0]
+        assert (set(drafts) == {0}) == (penalty == 0)
+
+
+@each_path
+@pytest.mark.parametrize("n", [15, 16, 17, 47, 48, 64])
+def test_drafts_after_adoption(engines: Engines, isa: str, n: int) -> None:
+    """A prefix kept by SAVE and LOAD drafts what a cold prefill drafts, for two adopters that go on
+    differently and share the prefix's full blocks; also where the prefix ends with a block."""
+    driver = engines.get(isa, "bf16")
+    donor = driver.begin(0, sampling=HOT)
+    donor.prefill(IDS[:n])
+    state = driver.slab_image(0)
+    tail = driver.block_image(donor.blocks[n // 16]) if n % 16 else None
+    adopters = []
+    for slot, then in ((1, 3), (2, 77)):
+        adopter = driver.begin(slot, sampling=HOT)
+        adopter.share(donor.blocks[: n // 16])
+        adopter.position = n
+        ops = [StateOp(OpKind.LOAD_SLAB, adopter.slab, data=state.copy())]
+        if tail is not None:
+            ops.append(StateOp(OpKind.LOAD_BLOCK, adopter.blocks[n // 16], data=tail.copy()))
+        driver.wave(before=ops)
+        adopters.append((adopter, then))
+    for adopter, then in adopters:
+        cold = driver.begin(3, sampling=HOT)
+        cold.prefill(IDS[:n])
+        assert adopter.images() == cold.images()
+        assert adopter.last([then], propose=4) == cold.last([then], propose=4)
+        assert drafted(driver, adopter, 4) == drafted(driver, cold, 4)
+        assert adopter.decode(6) == cold.decode(6)
+        assert adopter.images() == cold.images()
+
+
+def test_a_stop_id_ends_the_run(tiny: Driver) -> None:
+    """A sampled stop id latches the slot: later drafts do not count, though they agree."""
+    plain, first = prompted(tiny, 0, HOT)
+    expected = [plain.last([first]), *plain.decode(11)]
+    stop = next(i for i in range(3, 12) if expected[i] not in expected[:i])
+    spec, first = prompted(tiny, 1, HOT, stop_ids=(198, expected[stop]))
+    row = spec.verify(first, expected[:11])
+    assert row.flags == lib.KSL_DONE_STOP
+    assert row.tokens == expected[: stop + 1]
+    assert row.accepted == stop
+    assert row.position == 29 + stop + 1
+    before = spec.images()
+    later = spec.verify(5, expected[:4])
+    assert later.flags == lib.KSL_DONE_LATCHED
+    assert (later.tokens, later.accepted, later.proposed) == ([], 0, 0)
+    assert spec.images() == before
+    again, first = prompted(tiny, 2, HOT)
+    again.last([first])
+    again.decode(stop)
+    assert again.images() == before
+
+
+def test_drafting_ends_at_a_stop_id(tiny: Driver) -> None:
+    stream = tiny.begin(0)
+    stream.last(IDS[:20], propose=6)
+    drafts = drafted(tiny, stream, 6)
+    stop = next(i for i in range(1, 6) if drafts[i] not in drafts[:i])
+    stream = tiny.begin(0, stop_ids=(drafts[stop],))
+    done = stream.run(stream.row(RowKind.LAST, IDS[:20], propose=6)).rows[0]
+    assert done.proposed == (0 if done.flags else stop + 1)
+
+
+def test_drafts_end_with_the_row_after_them(tiny: Driver) -> None:
+    """A row that is no VERIFY row spends the drafts: they belong to one position."""
+    stream = tiny.begin(0)
+    stream.last(IDS[:20], propose=4)
+    stream.decode(1)
+    done = stream.run(stream.row(RowKind.VERIFY, [-1], 5, draft=Draft.OWN)).rows[0]
+    assert done.accepted == 0
+    assert len(done.tokens) == 1
+
+
+def test_a_masked_row_samples_one_position(tiny: Driver) -> None:
+    """Drafts that the slot held before its mask are not used, and none are made."""
+    stream = tiny.begin(0)
+    stream.last(IDS[:20], propose=4)
+    mask = np.zeros(-(-tiny.spec.vocab // 32), dtype=np.uint32)
+    mask[3] = 1 << 7
+    tiny.wave(before=[StateOp(OpKind.MASK, 0, data=mask)])
+    row = stream.row(RowKind.VERIFY, [-1], 1, draft=Draft.OWN, propose=4)
+    done = stream.run(row).rows[0]
+    assert done.tokens == [3 * 32 + 7]
+    assert done.proposed == 0
+    tiny.wave(before=[StateOp(OpKind.MASK, 0, data=None)])
+    assert stream.run(stream.row(RowKind.LAST, [-1], propose=4)).rows[0].proposed == 4
+
+
+def test_forced_ids_are_verified_like_sampled_ones(tiny: Driver) -> None:
+    stream = tiny.begin(0)
+    stream.prefill(IDS[:20])
+    ids = np.array([5, 6, 7, 8], dtype=np.int32)
+    tiny.wave(before=[StateOp(OpKind.FORCE, 0, data=ids)])
+    done = stream.verify(int(IDS[20]), [5, 6, 99, 8])
+    assert (done.tokens, done.accepted) == ([5, 6, 7], 2)
+    assert stream.last([-1], propose=3) == 8
+    other = tiny.begin(1)
+    other.prefill(np.concatenate([IDS[:21], ids[:3]]))
+    assert stream.images() == other.images()

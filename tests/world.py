@@ -1,0 +1,136 @@
+"""A scheduler on a fake engine in virtual time, and sinks that write down what they hear."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kslserve.core.sampling import SamplingParams
+from kslserve.core.usage import FinishReason
+from kslserve.engine.fake import FakeEngine, Faults, VirtualClock
+from kslserve.engine.model import PoolSizes
+from kslserve.errors import KslError
+from kslserve.metrics import Metrics
+from kslserve.sched.scheduler import Job, SchedLimits, Scheduler, Sequence
+
+SIZES = PoolSizes(
+    slots=4, slabs=4, blocks=40, block_tokens=16, blocks_per_slot=16, wave_columns=64, ring_depth=1
+)
+
+
+class Recorder:
+    """A sink. hook: called with (event name, recorder) after each event; may raise, cancel,
+    submit."""
+
+    def __init__(self, hook: Callable[[str, Recorder], None] | None = None) -> None:
+        self.hook = hook
+        self.sequence: Sequence | None = None
+        self.ids: list[int] = []
+        self.batches: list[int] = []
+        self.logprobs: list[list[tuple[int, float]]] = []
+        self.admitted_count = 0
+        self.reason: FinishReason | None = None
+        self.error: KslError | None = None
+
+    def admitted(self) -> None:
+        assert self.admitted_count == 0
+        assert self.reason is None
+        self.admitted_count += 1
+        self._call("admitted")
+
+    def tokens(self, ids: list[int], logprobs: list[list[tuple[int, float]]] | None) -> None:
+        assert self.admitted_count == 1
+        assert self.reason is None
+        assert ids
+        self.ids += ids
+        self.batches.append(len(ids))
+        if logprobs is not None:
+            assert len(logprobs) == len(ids)
+            self.logprobs += logprobs
+        self._call("tokens")
+
+    def ended(self, reason: FinishReason, error: KslError | None) -> None:
+        assert self.reason is None, "ended twice"
+        self.reason, self.error = reason, error
+        self._call("ended")
+
+    def _call(self, event: str) -> None:
+        if self.hook is not None:
+            self.hook(event, self)
+
+
+@dataclass
+class World:
+    """sizes, limits: overridable; engine options go to FakeEngine."""
+
+    sizes: PoolSizes = SIZES
+    limits: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.clock = VirtualClock()
+        self.faults = Faults()
+        options = {"wave_s": 0.005, "column_s": 0.0005, "faults": self.faults, **self.options}
+        self.engine = FakeEngine(self.sizes, clock=self.clock, **options)
+        self.metrics = Metrics()
+        self.fatal: list[str] = []
+        limits = {
+            "max_seqs": self.sizes.slots,
+            "max_queue": 64,
+            "wave_columns": 48,
+            "wave_target_ms": 50.0,
+            "decode_gap_ms": 250.0,
+            "queue_timeout_s": 0.0,
+            "request_timeout_s": 0.0,
+            "context": 256,
+            **self.limits,
+        }
+        self.scheduler = Scheduler(
+            self.engine,
+            SchedLimits(**limits),
+            self.metrics,
+            clock=self.clock.now,
+            call_later=self.clock.call_later,
+            on_fatal=self.fatal.append,
+        )
+        self.scheduler.start()
+
+    def submit(self, new: Job, hook: Callable[[str, Recorder], None] | None = None) -> Recorder:
+        recorder = Recorder(hook)
+        recorder.sequence = self.scheduler.submit(new, recorder)
+        return recorder
+
+    def cancel(self, recorder: Recorder, error: KslError | None = None) -> None:
+        assert recorder.sequence is not None
+        self.scheduler.cancel(recorder.sequence, error)
+
+    def run(self, until: float = float("inf")) -> None:
+        """Run to a time or to the end, checking conservation after every callback."""
+        while self.clock.step(until):
+            self.scheduler.check()
+
+    def check_all_free(self) -> None:
+        """Nothing is held, queued or in flight."""
+        self.scheduler.check()
+        snapshot = self.scheduler.snapshot()
+        assert self.scheduler.idle
+        assert snapshot.blocks_free == snapshot.blocks_total
+        assert (snapshot.queued, snapshot.running, snapshot.in_flight) == (0, 0, False)
+
+
+def job(prompt: int = 5, new: int = 4, *, seed: int = 0, **changes: Any) -> Job:
+    """A job of `prompt` tokens that follow from the seed. Stops at nothing unless told."""
+    ids = np.random.default_rng(seed + 1000 * prompt).integers(0, 512, prompt, dtype=np.int32)
+    sampling = changes.pop("sampling", SamplingParams())
+    return Job(ids, new, sampling, seed, **changes)
+
+
+def alone(new: Job, sizes: PoolSizes = SIZES) -> Recorder:
+    """The same job with the engine to itself."""
+    world = World(sizes)
+    recorder = world.submit(new)
+    world.run()
+    return recorder
