@@ -1,0 +1,143 @@
+"""Host CPU time per streamed token: the whole server path with an engine that costs nothing.
+
+    python -m bench.python_overhead [--streams 1,8,32] [--tokens 2000] [--save]
+
+Starts `python -m kslserve --engine fake`, streams to N clients at once and divides the server process's
+CPU time by the tokens. The baseline of the same run is a server with the same loop that only writes a
+frame of the same size to every client once per wave; `ratio` is server over baseline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import cast
+
+from bench.report import ROOT, Report
+from kslserve.app import new_loop
+
+FRAME_BYTES = 210  # of one content chunk in its chunked framing
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process, from /proc."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+class Baseline(asyncio.Protocol):
+    """Per connection: a frame per loop turn of all clients, as one wave would write them."""
+
+    def __init__(self, clients: list[Baseline], want: list[int], tokens: int) -> None:
+        self.clients, self.want, self.tokens = clients, want, tokens
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self.clients.append(self)
+        if len(self.clients) == self.want[0]:
+            asyncio.get_running_loop().call_soon(self.wave, self.tokens)
+
+    def wave(self, left: int) -> None:
+        frame = b"x" * FRAME_BYTES
+        for client in self.clients:
+            client.transport.write(frame if left else b"data: [DONE]\n\n")
+        if left:
+            asyncio.get_running_loop().call_soon(self.wave, left - 1)
+        else:
+            self.clients.clear()
+
+
+async def serve_baseline(streams: int, tokens: int) -> None:
+    clients: list[Baseline] = []
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(
+        lambda: Baseline(clients, [streams], tokens), "127.0.0.1", 0
+    )
+    print("ready", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", flush=True)
+    await server.serve_forever()
+
+
+async def client(port: int, body: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    tail = b""
+    while b"[DONE]" not in tail:
+        data = await reader.read(1 << 16)
+        if not data:
+            raise SystemExit(f"the server closed early: {tail[-300:]!r}")
+        tail = tail[-64:] + data
+    writer.close()
+
+
+def start(command: list[str]) -> tuple[subprocess.Popen[str], int]:
+    """Start a server and read its port from the line that says it is ready."""
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("ready"):
+            return process, int(line.split("//127.0.0.1:")[1].split("/")[0])
+    raise SystemExit("the server did not start")
+
+
+def measure(command: list[str], streams: int, body: bytes, tokens: int) -> float:
+    """CPU microseconds of the server process per token."""
+    process, port = start(command)
+
+    async def run() -> None:
+        await asyncio.gather(*(client(port, body) for _ in range(streams)))
+
+    try:
+        before = cpu_seconds(process.pid)
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(run())
+        return (cpu_seconds(process.pid) - before) / (streams * tokens) * 1e6
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--streams", default="1,8,32")
+    parser.add_argument("--tokens", type=int, default=4000)
+    parser.add_argument("--save", action="store_true")
+    parser.add_argument("--baseline", type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.baseline:
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(serve_baseline(args.baseline, args.tokens))
+    report = Report("python_overhead")
+    for streams in (int(s) for s in args.streams.split(",")):
+        body = json.dumps(
+            {
+                "model": "fake",
+                "stream": True,
+                "max_tokens": args.tokens,
+                "ignore_eos": True,
+                "enable_thinking": False,
+                "messages": [{"role": "user", "content": "Say something."}],
+            }
+        ).encode()
+        server = [
+            sys.executable, "-m", "kslserve", "--engine", "fake", "--port", "0",
+            "--max-seqs", str(max(8, streams)), "--log-level", "warning",
+        ]  # fmt: skip
+        own = measure(server, streams, body, args.tokens)
+        bare = [sys.executable, "-m", "bench.python_overhead", "--baseline", str(streams)]
+        base = measure([*bare, "--tokens", str(args.tokens)], streams, body, args.tokens)
+        report.add(
+            f"streams_{streams}", us_per_token=own, baseline_us=base, ratio=own / base,
+            of="bare socket writes",
+        )  # fmt: skip
+    report.write(args.save)
+
+
+if __name__ == "__main__":
+    main()
