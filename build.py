@@ -1,11 +1,13 @@
-"""In-tree PEP 517 backend: compiles native/ into the top-level extension `_kslserve` and packs wheels.
+"""In-tree PEP 517 backend: compiles native/ into the top-level extension `_kslserve` and packs
+wheels.
 
 Hooks: build_wheel, build_sdist, build_editable and their get_requires. As a program:
 
     python build.py native [FOLDER]   compile the extension into FOLDER (default build/)
     python build.py abi               write the header's hash into kslserve/engine/abi.py
 
-Use `pip wheel .`; `python -m build` run from this folder would import this file instead of that tool.
+Use `pip wheel .`; `python -m build` run from this folder would import this file instead of that
+tool.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ def _project() -> dict[str, Any]:
 def _abi() -> Any:
     """kslserve/engine/abi.py, loaded by path: importing the package would need the extension."""
     spec = importlib.util.spec_from_file_location("ksl_abi", ROOT / "kslserve/engine/abi.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -113,7 +116,7 @@ def compile_extension(folder: Path) -> Path:
         raise SystemExit("kslserve does not build on Windows; use WSL or a Linux machine.")
     abi = _abi()
     header = abi.header_hash(ROOT)
-    if abi.ABI_HASH != header:
+    if header != abi.ABI_HASH:
         raise SystemExit("kslserve/engine/abi.py is for another ksl.h: run `python build.py abi`.")
     objects = BUILD / "obj"
     objects.mkdir(parents=True, exist_ok=True)
@@ -178,7 +181,7 @@ def _metadata() -> str:
     ]
     for extra, requirements in project["optional-dependencies"].items():
         lines.append(f"Provides-Extra: {extra}")
-        lines += [f'Requires-Dist: {_requirement(r, extra)}' for r in requirements]
+        lines += [f"Requires-Dist: {_requirement(r, extra)}" for r in requirements]
     lines.append("Description-Content-Type: text/markdown")
     readme = (ROOT / project["readme"]).read_text(encoding="utf-8")
     return "\n".join(lines) + "\n\n" + readme
@@ -204,24 +207,24 @@ def _write_wheel(folder: str, contents: list[tuple[str, bytes]]) -> str:
     info = f"{stem}.dist-info"
     name = f"{stem}-{_tag()}.whl"
     scripts = "".join(f"{k} = {v}\n" for k, v in project.get("scripts", {}).items())
+    wheel = f"Wheel-Version: 1.0\nGenerator: kslserve\nRoot-Is-Purelib: false\nTag: {_tag()}\n"
     contents = [
         *contents,
         (f"{info}/METADATA", _metadata().encode()),
-        (f"{info}/WHEEL",
-         f"Wheel-Version: 1.0\nGenerator: kslserve\nRoot-Is-Purelib: false\nTag: {_tag()}\n".encode()),
+        (f"{info}/WHEEL", wheel.encode()),
         (f"{info}/entry_points.txt", f"[console_scripts]\n{scripts}".encode()),
         (f"{info}/licenses/LICENSE", (ROOT / "LICENSE").read_bytes()),
     ]  # fmt: skip
     record = io.StringIO()
     rows = csv.writer(record, lineterminator="\n")
-    with zipfile.ZipFile(Path(folder) / name, "w", zipfile.ZIP_DEFLATED) as wheel:
+    with zipfile.ZipFile(Path(folder) / name, "w", zipfile.ZIP_DEFLATED) as archive:
         for path, data in contents:
             mode = 0o755 if path.endswith(".so") else 0o644
-            _add_zip(wheel, path, data, mode)
+            _add_zip(archive, path, data, mode)
             sha = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
             rows.writerow([path, f"sha256={sha}", len(data)])
         rows.writerow([f"{info}/RECORD", "", ""])
-        _add_zip(wheel, f"{info}/RECORD", record.getvalue().encode(), 0o644)
+        _add_zip(archive, f"{info}/RECORD", record.getvalue().encode(), 0o644)
     return name
 
 
@@ -247,13 +250,17 @@ def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
     return []
 
 
-def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_directory: Any = None) -> str:
+def build_wheel(
+    wheel_directory: str, config_settings: Any = None, metadata_directory: Any = None
+) -> str:
     extension = compile_extension(BUILD)
     contents = [(name, path.read_bytes()) for name, path in _package_files()]
     return _write_wheel(wheel_directory, [*contents, (EXTENSION, extension.read_bytes())])
 
 
-def build_editable(wheel_directory: str, config_settings: Any = None, metadata_directory: Any = None) -> str:
+def build_editable(
+    wheel_directory: str, config_settings: Any = None, metadata_directory: Any = None
+) -> str:
     """The extension is installed; the package itself is found in the clone through a .pth file."""
     extension = compile_extension(BUILD)
     link = ("__editable__.kslserve.pth", f"{ROOT}\n".encode())
@@ -266,8 +273,11 @@ def build_sdist(sdist_directory: str, config_settings: Any = None) -> str:
     name = f"{stem}.tar.gz"
     files = [ROOT / f for f in SDIST_FILES if (ROOT / f).is_file()]
     for folder in SDIST_FOLDERS:
-        files += [p for p in sorted((ROOT / folder).rglob("*"))
-                  if p.is_file() and "__pycache__" not in p.parts and p.suffix != ".so"]  # fmt: skip
+        files += [
+            path
+            for path in sorted((ROOT / folder).rglob("*"))
+            if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".so"
+        ]
     with (
         open(Path(sdist_directory) / name, "wb") as raw,
         gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as packed,
@@ -289,7 +299,9 @@ def build_sdist(sdist_directory: str, config_settings: Any = None) -> str:
 def _write_abi_hash() -> None:
     path = ROOT / "kslserve/engine/abi.py"
     text = path.read_text(encoding="utf-8")
-    text = re.sub(r'^ABI_HASH = ".*"$', f'ABI_HASH = "{_abi().header_hash(ROOT)}"', text, flags=re.M)
+    text = re.sub(
+        r'^ABI_HASH = ".*"$', f'ABI_HASH = "{_abi().header_hash(ROOT)}"', text, flags=re.M
+    )
     path.write_text(text, encoding="utf-8")
 
 

@@ -1,9 +1,11 @@
-"""Decode and prefill rates of the CPU backend, with the limits of this machine measured in the same run.
+"""Decode and prefill rates of the CPU backend, with the limits of this machine measured in the same
+run.
 
     python -m bench.cpu [--model ksl-nano] [--streams 1,4] [--prompt 512] [--threads 0] [--save]
 
-Decode limit: weight bytes read per token against the read rate of a BLAS dot product over a buffer of
-that size. Prefill limit: 2 operations per weight and token against a BLAS float32 matrix product.
+Decode limit: weight bytes read per token against the read rate of a BLAS dot product over a buffer
+of that size. Prefill limit: 2 operations per weight and token against a BLAS float32 matrix
+product.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ BLOCK = 128
 
 
 def is_projection(tensor: TensorArg) -> bool:
-    """Whether every token of a prompt is multiplied by it (the head is read for the last one only)."""
+    """Whether every token of a prompt is multiplied by it; the head serves the last one only."""
     small = tensor.cols == 1 or tensor.name.endswith("conv1d.weight")
     return not small and tensor.name.startswith("model.layers.")
 

@@ -2,9 +2,9 @@
 
     python -m bench.python_overhead [--streams 1,8,32] [--tokens 2000] [--save]
 
-Starts `python -m kslserve --engine fake`, streams to N clients at once and divides the server process's
-CPU time by the tokens. The baseline of the same run is a server with the same loop that only writes a
-frame of the same size to every client once per wave; `ratio` is server over baseline.
+Starts `python -m kslserve --engine fake`, streams to N clients at once and divides the server
+process's CPU time by the tokens. The baseline of the same run is a server with the same loop that
+only writes a frame of the same size to every client once per wave; `ratio` is server over baseline.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ from bench.report import ROOT, Report
 from kslserve.app import new_loop
 
 FRAME_BYTES = 210  # of one content chunk in its chunked framing
+REQUEST_HEAD = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+)
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -56,17 +60,14 @@ class Baseline(asyncio.Protocol):
 async def serve_baseline(streams: int, tokens: int) -> None:
     clients: list[Baseline] = []
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(
-        lambda: Baseline(clients, [streams], tokens), "127.0.0.1", 0
-    )
+    server = await loop.create_server(lambda: Baseline(clients, [streams], tokens), "127.0.0.1", 0)
     print("ready", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", flush=True)
     await server.serve_forever()
 
 
 async def client(port: int, body: bytes) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-    writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    writer.write(REQUEST_HEAD % len(body) + body)
     tail = b""
     while b"[DONE]" not in tail:
         data = await reader.read(1 << 16)

@@ -1,8 +1,8 @@
-"""What every bench prints and stores: machine, commit, command, figures with a ratio to a measured limit.
+"""What every bench prints and stores: machine, commit, command, figures with a ratio to a limit.
 
-    report = Report("cpu")
-    report.add("decode_1", tok_s=..., ratio=..., of="memory read limit measured in this run")
-    report.write()            # prints a table; with --save also bench/results/NAME.json
+report = Report("cpu")
+report.add("decode_1", tok_s=..., ratio=..., of="memory read limit measured in this run")
+report.write(save)        # prints a table; with save also bench/results/NAME.json
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class Report:
     def add(self, case: str, **figures: Any) -> None:
         row = {"case": case, **figures}
         self.rows.append(row)
-        text = "  ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in figures.items())
+        text = "  ".join(
+            f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in figures.items()
+        )
         print(f"{case:24} {text}", flush=True)
 
     def write(self, save: bool) -> None:

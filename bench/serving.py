@@ -1,9 +1,10 @@
-"""Time to first token and decode rate over HTTP, on the bundled model, beside the engine's own wave time.
+"""Time to first token and decode rate over HTTP, on the bundled model, beside the engine's own wave
+time.
 
     python -m bench.serving [--prompt 100] [--streams 1,4] [--tokens 200] [--repeat 15] [--save]
 
-`ratio` of first_token is the wall time over the prompt's prefill time as the engine reports it in the
-same run (what the host adds); of decode, tokens per second over the engine's alone.
+`ratio` of first_token is the wall time over the prompt's prefill time as the engine reports it in
+the same run (what the host adds); of decode, tokens per second over the engine's alone.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ import time
 import urllib.request
 from typing import Any
 
-from bench.python_overhead import start
+from bench.python_overhead import REQUEST_HEAD, start
 from bench.report import Report
 from kslserve.app import new_loop
 
-WORDS = "read the file and tell me what the function returns when the list is empty ".split()
+TEXT = "read the file and tell me what the function returns when the list is empty"
 
 
 def body(words: int, max_tokens: int, salt: int) -> bytes:
     """A request of about `words` prompt tokens; the salt keeps prompts apart."""
-    text = " ".join([str(salt), *(WORDS[i % len(WORDS)] for i in range(words))])
+    known = TEXT.split()
+    text = " ".join([str(salt), *(known[i % len(known)] for i in range(words))])
     request: dict[str, Any] = {
         "model": "ksl-nano", "stream": True, "max_tokens": max_tokens, "ignore_eos": True,
         "enable_thinking": False, "stream_options": {"include_usage": True},
@@ -38,9 +40,8 @@ def body(words: int, max_tokens: int, salt: int) -> bytes:
 async def ask(port: int, data: bytes) -> tuple[float, float, dict[str, int]]:
     """(seconds to the first token, seconds to the end, usage) of one streamed request."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     began = time.perf_counter()
-    writer.write(head + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+    writer.write(REQUEST_HEAD % len(data) + data)
     received = b""
     first = 0.0
     while b"[DONE]" not in received[-64:]:

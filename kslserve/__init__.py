@@ -13,11 +13,12 @@ __version__ = "0.1.0"
 
 
 def _check_native() -> None:
-    """Raise ImportError with one sentence when the native module is missing or from other sources."""
+    """Raise ImportError with one sentence when the native module is missing or stale."""
     try:
         from _kslserve import ffi, lib
     except ImportError as error:
-        # A module that is there and cannot be loaded says why; only a missing one is a missing install.
+        # A module that is there and cannot be loaded says why; only a missing one is a missing
+        # install.
         if not isinstance(error, ModuleNotFoundError):
             raise
         raise ImportError("not installed: run `pip install .`") from None

@@ -1,7 +1,8 @@
 """The exception tree. Raised where a fault is detected, translated to a wire dialect once, in api/.
 
-Every class carries `code` (machine name), `status` (HTTP), `retryable` and, where one request field is
-to blame, `param` (its path, such as `messages[3].content`). `str(error)` is one sentence for a person.
+Every class carries `code` (machine name), `status` (HTTP), `retryable` and, where one request field
+is to blame, `param` (its path, such as `messages[3].content`). `str(error)` is one sentence for a
+person.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """One-line structured logs: `time level event key=value ...` on standard error.
 
-Values with spaces or quotes are quoted as JSON. Built on `logging`, so embedding programs can route it.
+Values with spaces or quotes are quoted as JSON. Built on `logging`, so embedding programs can route
+it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def get(name: str) -> Logger:
 
 
 def setup(level: str) -> None:
-    """Send this package's lines at `level` and above to standard error. Calling again replaces it."""
+    """Send this package's lines at `level` and above to standard error; a second call replaces."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S")

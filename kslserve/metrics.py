@@ -1,7 +1,7 @@
 """Counters, gauges and histograms as plain numbers, and their Prometheus text.
 
-Updates are attribute arithmetic: no locks (one thread updates a metric) and no look-up by name on a hot
-path; owners keep the object that `Metrics` hands out.
+Updates are attribute arithmetic: no locks (one thread updates a metric) and no look-up by name on a
+hot path; owners keep the object that `Metrics` hands out.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Gauge:
 class Histogram:
     """Cumulative counts of observations at or below each bound."""
 
-    __slots__ = ("bounds", "counts", "count", "sum")
+    __slots__ = ("bounds", "count", "counts", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         if list(bounds) != sorted(set(bounds)):
@@ -124,7 +124,9 @@ class Metrics:
             elif isinstance(metric, Labelled):
                 lines.append(f"# TYPE {full} counter")
                 for value, counter in sorted(metric.series.items()):
-                    lines.append(f'{full}{{{metric.label}="{_escape(value)}"}} {counter.value:.15g}')
+                    lines.append(
+                        f'{full}{{{metric.label}="{_escape(value)}"}} {counter.value:.15g}'
+                    )
             else:
                 kind = "counter" if isinstance(metric, Counter) else "gauge"
                 lines.append(f"# TYPE {full} {kind}")

@@ -1,7 +1,7 @@
 """The command line: commands, the flags made from the settings table, and exit statuses.
 
-Exit status 0: done; 2: a usage error, told in one sentence. Heavy modules are imported by the command
-that needs them, so that `--help` is instant.
+Exit status 0: done; 2: a usage error, told in one sentence. Heavy modules are imported by the
+command that needs them, so that `--help` is instant.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def serve_parser() -> Parser:
     parser = Parser(
         prog="kslserve",
         description="A local LLM server for agentic coding clients.",
-        epilog=f"commands:\n{names}\n\nEvery setting can also be given as KSL_NAME in the environment "
-        "or as a key of the --config file.",
+        epilog=f"commands:\n{names}\n\nEvery setting can also be given as KSL_NAME in the "
+        "environment or as a key of the --config file.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
     )

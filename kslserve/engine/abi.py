@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 # SHA-256 of native/include/ksl.h; `python build.py abi` writes it, the build refuses another one.
-ABI_HASH = "b1f56fde1f6e11ad9a895ad022ac6d09bd56902125a580359417cf681a62473b"
+ABI_HASH = "5a843a3f99d5b2ab5c6088fa168c3dcef3486680941a1df25b69bf800ddfe045"
 
 
 def header_hash(root: Path) -> str:

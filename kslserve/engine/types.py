@@ -78,8 +78,8 @@ class TableEdit:
 
 @dataclass(slots=True)
 class Row:
-    """Positions [start, start+n) of one sequence. tokens: n ids (SCORE: n + 1); an id of -1 in first
-    place is the one the slot sampled last. top_n: None for no log-probabilities."""
+    """Positions [start, start+n) of one sequence. tokens: n ids (SCORE: n + 1); an id of -1 in
+    first place is the one the slot sampled last. top_n: None for no log-probabilities."""
 
     kind: RowKind
     slot: int

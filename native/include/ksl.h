@@ -40,11 +40,11 @@ enum {
 enum {
   KSL_ENC_F32 = 0,
   KSL_ENC_BF16 = 1,
-  KSL_ENC_FP8 = 2,   /* e4m3fn byte; scales: float32 [ceil(rows/128), ceil(cols/128)], multiplied */
-  KSL_ENC_E2M3 = 3,  /* 4 codes in 3 bytes; scales: E8M0 byte [ceil(rows/128), ceil(cols/128)],
-                        value = code * 2^(byte-127) */
-  KSL_ENC_NVFP4 = 4  /* 2 codes in a byte; scales: ue4m3 byte [rows, cols/16]; global: float32
-                        [ceil(rows/128)]; value = code * scale * global */
+  KSL_ENC_FP8 = 2,  /* e4m3fn byte; scales: float32 [ceil(rows/128), ceil(cols/128)], multiplied */
+  KSL_ENC_E2M3 = 3, /* 4 codes in 3 bytes; scales: E8M0 byte [ceil(rows/128), ceil(cols/128)],
+                       value = code * 2^(byte-127) */
+  KSL_ENC_NVFP4 = 4 /* 2 codes in a byte; scales: ue4m3 byte [rows, cols/16]; global: float32
+                       [ceil(rows/128)]; value = code * scale * global */
 };
 
 /* KV formats. Further formats keep their numbers reserved here. */
@@ -108,17 +108,17 @@ typedef struct ksl_info {
   int32_t slots, slabs, blocks, block_tokens;
   int32_t threads;
   int32_t has_mtp;
-  uint64_t weight_bytes;      /* all weights as held in memory */
-  uint64_t token_bytes;       /* weight bytes read per decoded token */
-  uint64_t slab_bytes;        /* of one SAVE_SLAB image */
-  uint64_t block_bytes;       /* of one SAVE_BLOCK image: every KV layer, MTP included */
-  uint64_t kv_token_bytes;    /* KV bytes per token */
-  uint64_t pool_bytes;        /* slabs, blocks, tables, slot state */
-  uint64_t scratch_bytes;     /* activation arena */
-  char isa[16];               /* "scalar", "avx2", "avx512" */
-  char activation[16];        /* "float": no activation quantisation */
-  char equality[16];          /* "bit" or "tolerance", for every property of the contract */
-  char numerics[128];         /* build, ISA path and formats: equal strings mean equal bits */
+  uint64_t weight_bytes;   /* all weights as held in memory */
+  uint64_t token_bytes;    /* weight bytes read per decoded token */
+  uint64_t slab_bytes;     /* of one SAVE_SLAB image */
+  uint64_t block_bytes;    /* of one SAVE_BLOCK image: every KV layer, MTP included */
+  uint64_t kv_token_bytes; /* KV bytes per token */
+  uint64_t pool_bytes;     /* slabs, blocks, tables, slot state */
+  uint64_t scratch_bytes;  /* activation arena */
+  char isa[16];            /* "scalar", "avx2", "avx512" */
+  char activation[16];     /* "float": no activation quantisation */
+  char equality[16];       /* "bit" or "tolerance", for every property of the contract */
+  char numerics[128];      /* build, ISA path and formats: equal strings mean equal bits */
 } ksl_info;
 
 /* Sampling of one slot, set by CONFIGURE. Order of application: repetition penalty over prompt and
@@ -153,8 +153,8 @@ enum {
   KSL_OP_LOAD_BLOCK = 6,
   KSL_OP_CONFIGURE = 7, /* slot a: data is a ksl_sampling; clears latch, last sampled id, counts,
                            mask, forced ids and drafts */
-  KSL_OP_MASK = 8,      /* slot a: data is uint32 [ceil(vocab/32)], bit set = allowed; null clears */
-  KSL_OP_FORCE = 9      /* slot a: the next n sampled ids are data (int32 [n]); test hook */
+  KSL_OP_MASK = 8, /* slot a: data is uint32 [ceil(vocab/32)], bit set = allowed; null clears */
+  KSL_OP_FORCE = 9 /* slot a: the next n sampled ids are data (int32 [n]); test hook */
 };
 
 typedef struct ksl_op {
@@ -194,12 +194,11 @@ typedef struct ksl_cut {
  *   logprobs  null, or per sampled position [1 + top_n]: the sampled id, then the top_n by raw
  *           probability. Room: LAST [1][1+top_n], VERIFY [n][1+top_n], SCORE [n][1+top_n] where
  *           entry 0 is the given next token (id -1, logprob 0 when unknown).
- *   propose LAST, VERIFY: after this row, MTP drafts this many ids (0..KSL_MAX_DRAFT) and keeps them
- *           in the slot. Needs MTP.
- *   cuts    ascending offsets; not in VERIFY rows. Their slabs are no row's slab, each used once.
- * The slot's table must cover start + n + propose tokens. A block that a row writes is not in the
- * part of any table that a row of this wave reads as finished.
- * A row whose slot is latched (its last sampled id was a stop id) does nothing and reports
+ *   propose LAST, VERIFY: after this row, MTP drafts this many ids (0..KSL_MAX_DRAFT) and keeps
+ * them in the slot. Needs MTP. cuts    ascending offsets; not in VERIFY rows. Their slabs are no
+ * row's slab, each used once. The slot's table must cover start + n + propose tokens. A block that
+ * a row writes is not in the part of any table that a row of this wave reads as finished. A row
+ * whose slot is latched (its last sampled id was a stop id) does nothing and reports
  * KSL_DONE_LATCHED. */
 typedef struct ksl_row {
   int32_t kind, slot, slab, draft;
@@ -238,10 +237,10 @@ typedef struct ksl_wave {
 } ksl_wave;
 
 enum {
-  KSL_DONE_STOP = 1,      /* the last id of `tokens` is a stop id; the slot is latched */
-  KSL_DONE_LATCHED = 2,   /* the slot was latched before: nothing was computed */
+  KSL_DONE_STOP = 1,       /* the last id of `tokens` is a stop id; the slot is latched */
+  KSL_DONE_LATCHED = 2,    /* the slot was latched before: nothing was computed */
   KSL_DONE_BAD_LOGITS = 4, /* NaN, or nothing left to sample from: the slot is latched */
-  KSL_DONE_WAVE_END = 8   /* the record that ends a wave: row = -1 */
+  KSL_DONE_WAVE_END = 8    /* the record that ends a wave: row = -1 */
 };
 
 /* One record per row in row order, then one with WAVE_END. */

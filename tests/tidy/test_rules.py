@@ -106,7 +106,9 @@ def test_architecture_names_every_package() -> None:
 
 
 def test_nothing_is_left_undone() -> None:
-    marks = re.compile("|".join(["TO" + "DO", "FIX" + "ME", "X" + "XX", "NotImplemented" + "Error"]))
+    marks = re.compile(
+        "|".join(["TO" + "DO", "FIX" + "ME", "X" + "XX", "NotImplemented" + "Error"])
+    )
     for folder in ("kslserve", "native", "tests", "bench"):
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix in (".py", ".h", ".cc", ".inl", ".cu", ".md"):

@@ -1,4 +1,4 @@
-"""The settings table: precedence, conversion, and one clear sentence for everything that is wrong."""
+"""The settings table: precedence, conversion, and one clear sentence for all that is wrong."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ def test_precedence_is_defaults_file_environment_flags(tmp_path: Path) -> None:
     file = tmp_path / "ksl.toml"
     file.write_text('port = 1\nhost = "127.0.0.2"\nkv = "f32"\nmax_body_bytes = "2MiB"\n')
     loaded = load({"port": "3"}, {"KSL_PORT": "2", "KSL_HOST": "localhost"}, file)
-    assert (loaded.settings.port, loaded.settings.host, loaded.settings.kv) == (3, "localhost", "f32")
+    assert (loaded.settings.port, loaded.settings.host, loaded.settings.kv) == (
+        3,
+        "localhost",
+        "f32",
+    )
     assert loaded.settings.max_body_bytes == 2 << 20
     assert [loaded.sources[k] for k in ("port", "host", "kv", "uds")] == [
         "flag", "environment", "file", "default",
@@ -93,7 +97,7 @@ def test_bad_values_are_one_sentence(flags: dict, environ: dict, part: str) -> N
 def test_bad_files(tmp_path: Path, text: str, part: str) -> None:
     file = tmp_path / "ksl.toml"
     file.write_text(text)
-    with pytest.raises(UsageError, match="ksl.toml") as caught:
+    with pytest.raises(UsageError, match=r"ksl\.toml") as caught:
         load(file=file)
     assert part in str(caught.value)
 

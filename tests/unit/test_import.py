@@ -1,4 +1,4 @@
-"""`import kslserve` says in one sentence that the native module is missing or from other sources."""
+"""`import kslserve` says in one sentence that the native module is missing or stale."""
 
 from __future__ import annotations
 
@@ -64,9 +64,7 @@ def test_matching(folder: Path) -> None:
 def test_other_build(folder: Path, part: str) -> None:
     values = {**installed(folder), part: b"other"}
     (folder / "_kslserve.py").write_text(FAKE.format(**values))
-    assert try_import(folder) == (
-        "ImportError: reinstall: native module is older than the sources"
-    )
+    assert try_import(folder) == ("ImportError: reinstall: native module is older than the sources")
 
 
 def test_edited_sources(folder: Path) -> None:
@@ -75,16 +73,12 @@ def test_edited_sources(folder: Path) -> None:
     header = folder / "native/include/ksl.h"
     header.parent.mkdir(parents=True)
     header.write_text("/* edited */")
-    assert try_import(folder) == (
-        "ImportError: reinstall: native module is older than the sources"
-    )
+    assert try_import(folder) == ("ImportError: reinstall: native module is older than the sources")
 
 
 def test_module_without_the_functions(folder: Path) -> None:
     (folder / "_kslserve.py").write_text("class ffi: pass\nclass lib: pass\n")
-    assert try_import(folder) == (
-        "ImportError: reinstall: native module is older than the sources"
-    )
+    assert try_import(folder) == ("ImportError: reinstall: native module is older than the sources")
 
 
 def test_broken_module_keeps_its_reason(folder: Path) -> None:
