@@ -38,16 +38,17 @@ from kslserve.engine.codecs import (
 from kslserve.engine.model import TensorArg
 from kslserve.errors import EngineError
 from kslserve.ksl import layout
-from kslserve.ksl.files import fail, parse_object, quote, quote_path
+from kslserve.ksl.files import TEXT_LIMIT_BYTES, fail, parse_object, quote, quote_path
 from kslserve.ksl.hf_config import read_config
 from kslserve.ksl.model import CONFIG, TEXT_FILES, Source
 from kslserve.ksl.policy import HEADS, WEIGHTS
-from kslserve.ksl.safetensors import SafetensorsFile
+from kslserve.ksl.safetensors import ITEM_BYTES, SafetensorsFile
 from kslserve.ksl.source import aligned
 
 FORMAT = "ksl2"
 VERSION = 1
 ALIGN_BYTES = 64
+CHUNK_BYTES = 16 << 20  # read at once by `verify`
 ENCODINGS = {name: encoding for encoding, name in ENCODING_NAMES.items()}
 BLOCKS: dict[int, list[int] | None] = {
     ENC_F32: None,
@@ -91,11 +92,11 @@ def logical_shape(item: layout.Stored) -> tuple[int, ...]:
     return (item.rows,) if item.cols == 1 else (item.rows, item.cols)
 
 
-def open_container(path: str) -> Source:
-    """Open a container. Reads the header and the small text files. ModelFileError for anything that
-    is not a whole, valid container."""
+def open_container(path: str, *, whole: bool = True) -> Source:
+    """Open a container. Reads the header and the small text files. whole: its data must be there to
+    the last byte. ModelFileError for anything that is not a valid container."""
     where = quote_path(path)
-    file = SafetensorsFile(path)
+    file = SafetensorsFile(path, whole=whole)
     try:
         return _open(file, path, where)
     except BaseException:
@@ -137,14 +138,18 @@ def _open(file: SafetensorsFile, path: str, where: str) -> Source:
         spec=spec,
         tied=family.tied,
         stored=layout.check(spec, family.tied, stored, where),
-        read=_reader(file, stored, parts),
+        rows=_rows(file, stored, parts),
+        view=_view(file, stored, parts),
+        kind="container",
+        stored_bytes={name: sum(p.size for p in found) for name, found in parts.items()},
         config=config,
         config_eos=family.eos_ids,
         files=files,
         weights=table["weights"],
         head=table["head"],
+        payload=(file.expected_size - file.origin, file.actual_size - file.origin),
+        facts={"format": FORMAT, "version": VERSION},
         notes=notes,
-        release=file.release,
         on_close=file.close,
     )
 
@@ -206,27 +211,48 @@ def _read_files(file: SafetensorsFile, where: str) -> dict[str, bytes]:
         if entry is not None:
             if entry.dtype != "U8":
                 fail(where, f"expected the entry file/{name} to be U8, found {entry.dtype}.")
+            if entry.end - entry.start > TEXT_LIMIT_BYTES:
+                fail(
+                    where,
+                    f"expected at most {TEXT_LIMIT_BYTES} bytes as file/{name} at byte "
+                    f"{entry.start}, found {entry.end - entry.start}.",
+                )
             found[name] = file.data(entry.name).tobytes()
     return found
 
 
-def _reader(
+def _rows(
+    file: SafetensorsFile, stored: dict[str, layout.Stored], parts: dict[str, list[Part]]
+) -> Callable[[str, int, int], TensorArg]:
+    def rows(name: str, begin: int, end: int) -> TensorArg:
+        item = stored[name]
+        buffers: list[Any] = [None, None, None]
+        lows = encoding_sizes(item.encoding, begin, item.cols) if begin else (0, 0, 0)
+        highs = encoding_sizes(item.encoding, end, item.cols)
+        for index, part in enumerate(parts[name]):
+            buffers[index] = file.part(part.name, lows[index], highs[index])
+        return TensorArg(name, item.encoding, end - begin, item.cols, *buffers)
+
+    return rows
+
+
+def _view(
     file: SafetensorsFile, stored: dict[str, layout.Stored], parts: dict[str, list[Part]]
 ) -> Callable[[str], TensorArg]:
-    def read(name: str) -> TensorArg:
+    def view(name: str) -> TensorArg:
         item = stored[name]
         buffers: list[Any] = [None, None, None]
         for index, part in enumerate(parts[name]):
-            item_bytes = {"U8": 1, "BF16": 2, "F32": 4}[part.dtype]
-            buffers[index] = aligned(file.data(part.name), item_bytes)
+            buffers[index] = aligned(file.view(part.name), ITEM_BYTES[part.dtype])
         return TensorArg(name, item.encoding, item.rows, item.cols, *buffers)
 
-    return read
+    return view
 
 
-def verify(path: str) -> list[str]:
+def verify(path: str, progress: Callable[[int, int], None] = lambda done, total: None) -> list[str]:
     """Names of the tensors and text files whose bytes do not match their SHA-256; empty when all
-    do. Reads the whole file. ModelFileError as for open_container."""
+    do. Reads the whole file; progress hears bytes done and in all. ModelFileError as for
+    open_container."""
     source = open_container(path)
     source.close()
     file = SafetensorsFile(path)
@@ -234,19 +260,24 @@ def verify(path: str) -> list[str]:
         where = quote_path(path)
         table = _read_table(file, where)
         wrong: list[str] = []
+        done = 0
         for name, item in table["tensors"].items():
             digest = hashlib.sha256()
             for part in parts_of(name, _read_item(name, item, where)):
-                digest.update(file.data(part.name).data)
-            file.release()
+                for begin in range(0, part.size, CHUNK_BYTES):
+                    data = file.part(part.name, begin, min(begin + CHUNK_BYTES, part.size))
+                    digest.update(data.data)
+                    done += data.nbytes
+                    progress(done, file.actual_size)
             if digest.hexdigest() != item.get("sha256"):
                 wrong.append(name)
         digests = table.get("files")
-        for name, data in _read_files(file, where).items():
+        for name, text in _read_files(file, where).items():
             item = digests.get(name) if isinstance(digests, dict) else None
             known = item.get("sha256") if isinstance(item, dict) else None
-            if hashlib.sha256(data).hexdigest() != known:
+            if hashlib.sha256(text).hexdigest() != known:
                 wrong.append(f"file/{name}")
+        progress(file.actual_size, file.actual_size)
         return wrong
     finally:
         file.close()

@@ -1,43 +1,28 @@
-"""Any readable model as a container: planned by the policy, encoded and written tensor by tensor.
+"""Any readable model as one file: a container planned by the policy, or a KSL1 file.
 
-The same source and options give the same bytes. Memory holds one tensor at a time. Nothing is
-overwritten: the file is written under a temporary name beside its destination, read back against
-its checksums, and then given its name.
+Tensors are read, encoded and written in stripes on all cores; the same source and options give the
+same bytes. Memory holds a few stripes per worker. How the file comes into being is `publish`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import os
-import tempfile
-from collections.abc import Callable
+import dataclasses
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
-from kslserve.engine.codecs import ENCODING_NAMES
-from kslserve.engine.model import TensorArg
-from kslserve.errors import ModelFileError
-from kslserve.ksl import policy
-from kslserve.ksl.container import (
-    ALIGN_BYTES,
-    BLOCKS,
-    FORMAT,
-    VERSION,
-    Part,
-    logical_shape,
-    parts_of,
-    verify,
-)
+from kslserve.ksl import container, policy
+from kslserve.ksl.container_write import ContainerWriter
 from kslserve.ksl.files import fail, quote, quote_path
-from kslserve.ksl.layout import Stored
-from kslserve.ksl.model import TEXT_FILES, Source, read_texts
+from kslserve.ksl.ksl1 import open_ksl1
+from kslserve.ksl.ksl1_write import plan_ksl1, writer
+from kslserve.ksl.model import Source, read_texts
 from kslserve.ksl.open import open_source
-from kslserve.ksl.quantize import reencode
+from kslserve.ksl.policy import Planned
+from kslserve.ksl.publish import NewFile
+from kslserve.ksl.quantize import stripes
 from kslserve.ksl.synth import PREFIX
 
-_NO_DIGEST = "0" * 64  # holds the place of a checksum until the tensor was written
+FORMATS = ("container", "ksl1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +36,14 @@ class Converted:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """A planned tensor and its entries."""
+class Progress:
+    """Hears how far a conversion is; this one does nothing."""
 
-    planned: policy.Planned
-    stored: Stored
-    parts: list[Part]
+    def advance(self, done: int, total: int) -> None:
+        """Bytes of the source that were converted, and all of them."""
+
+    def group(self, name: str, tensors: int, size: int) -> None:
+        """A layer, or another part of the model, was written: tensors of it, bytes of them."""
 
 
 def convert(
@@ -66,202 +52,125 @@ def convert(
     *,
     weights: str = "auto",
     head: str = "auto",
-    progress: Callable[[str], None] = lambda line: None,
+    file_format: str = "container",
+    model_dir: str = "",
+    mtp: bool = True,
+    check: bool = False,
+    workers: int = 0,
+    progress: Progress | None = None,
 ) -> Converted:
-    """Write `destination`. progress hears one line per layer. ModelFileError when the source cannot
-    be read, the destination exists or cannot be written; then nothing is left behind."""
+    """Write `destination`. weights, head: as in `policy.plan`; a KSL1 file is always FP6.
+    model_dir: a folder whose texts replace the source's. mtp: keep the MTP head. check: read
+    everything back before the file gets its name. workers: 0 is one per core.
+
+    ModelFileError when the source cannot be read, or the destination exists or cannot be written;
+    then nothing is left behind.
+    """
     if source_path.startswith(PREFIX):
         fail(quote(source_path), "a model without data cannot be converted.")
-    if os.path.lexists(destination):
-        fail(quote_path(destination), "the destination exists already; it is not overwritten.")
-    source = open_source(source_path)
-    try:
-        read_texts(source)
-        plan = policy.plan(source, weights, head)
-        with _new_file(destination) as file:
-            size = _write(file, source, plan, progress)
-    finally:
-        source.close()
-    notes = (*source.notes, *plan.notes)
-    return Converted(destination, size, plan.weights, plan.head, notes)
-
-
-class _new_file(contextlib.AbstractContextManager[BinaryIO]):
-    """A file that appears under its name, verified and complete, or not at all."""
-
-    def __init__(self, destination: str) -> None:
-        self.destination = destination
-
-    def __enter__(self) -> BinaryIO:
-        folder, name = os.path.split(os.path.abspath(self.destination))
+    if file_format == "ksl1" and (weights not in ("auto", "fp6") or head not in ("auto", "fp6")):
+        fail(quote_path(destination), "a KSL1 file holds FP6 weights and an FP6 head only.")
+    progress = progress or Progress()
+    with NewFile(destination) as file:
+        source = open_source(source_path, model_dir)
         try:
-            handle, self.temporary = tempfile.mkstemp(
-                prefix=f".{name}.", suffix=".part", dir=folder
-            )
-        except OSError as error:
-            self._fail(error)
-        self.file = os.fdopen(handle, "wb")
-        return self.file
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            if error is None:
-                self._publish()
+            read_texts(source)
+            if file_format == "ksl1":
+                done = _write_ksl1(source, file, mtp, workers, progress)
             else:
-                with contextlib.suppress(OSError):
-                    self.file.close()
-                if isinstance(error, OSError):
-                    self._fail(error)
+                if not mtp:
+                    _drop_mtp(source)
+                done = _write_container(source, file, weights, head, workers, progress)
         finally:
-            with contextlib.suppress(OSError):
-                os.unlink(self.temporary)
-
-    def _publish(self) -> None:
-        try:
-            self.file.flush()
-            os.fsync(self.file.fileno())
-            self.file.close()
-            wrong = verify(self.temporary)
-            if wrong:
-                fail(
-                    quote_path(self.destination),
-                    f"what was written reads back differently: {', '.join(wrong[:3])}.",
-                )
-            os.chmod(self.temporary, 0o644)
-            _link(self.temporary, self.destination)
-        except OSError as error:
-            self._fail(error)
-
-    def _fail(self, error: OSError) -> None:
-        raise ModelFileError(
-            f"cannot write {quote_path(self.destination)}: {error.strerror}."
-        ) from error
+            source.close()
+        if check:
+            _check(file.temporary, destination, file_format)
+        file.link()
+    return done
 
 
-def _link(temporary: str, destination: str) -> None:
-    """Give the file its name; FileExistsError when something took that name meanwhile."""
-    try:
-        os.link(temporary, destination)
-    except FileExistsError:
-        raise
-    except OSError:  # a file system without hard links
-        if os.path.lexists(destination):
-            raise FileExistsError(17, "File exists", destination) from None
-        os.rename(temporary, destination)
+def _drop_mtp(source: Source) -> None:
+    source.spec = dataclasses.replace(source.spec, mtp_layers=0)
+    source.stored = {n: item for n, item in source.stored.items() if not n.startswith("mtp.")}
 
 
-def _write(
-    file: BinaryIO, source: Source, plan: policy.Plan, progress: Callable[[str], None]
-) -> int:
-    items = []
-    for planned in plan.tensors:
-        stored = Stored(planned.encoding, planned.rows, planned.cols)
-        items.append(_Item(planned, stored, parts_of(planned.name, stored)))
-    digests: dict[str, str] = {}
-    header = _header(source, plan, items, digests)
-    file.write(header)
-    writer = _Writer(file)
-    for name, data in _text_files(source):
-        digests[name] = writer.put([data])
-    group, count, written = "", 0, 0
-    for item in items:
-        found = _group_of(item.planned.name)
-        if found != group and count:
-            progress(f"{group}: {count} tensors, {written} bytes")
-            count = written = 0
-        group = found
-        arg = reencode(
-            source.read(item.planned.origin),
-            item.planned.name,
-            item.planned.encoding,
-            quote_path(source.where),
-        )
-        buffers = _buffers(arg)
-        digests[arg.name] = writer.put(buffers)
-        source.release()
-        count += 1
-        written += sum(memoryview(buffer).nbytes for buffer in buffers)
-    progress(f"{group}: {count} tensors, {written} bytes")
-    size = file.tell()
-    final = _header(source, plan, items, digests)
-    assert len(final) == len(header), "checksums have one length"
-    file.seek(0)
-    file.write(final)
-    return size
+def _write_container(
+    source: Source, file: NewFile, weights: str, head: str, workers: int, progress: Progress
+) -> Converted:
+    plan = policy.plan(source, weights, head)
+    writing = ContainerWriter(source, plan, file.put)
+    writing.write_texts()
+    meter = _Meter(source, plan.tensors, progress)
+    for stripe in stripes(source, plan.tensors, workers=workers, finish=writing.finish):
+        writing.taken(stripe)
+        meter.taken(stripe.item, stripe.end, stripe.parts)
+    file.publish(writing.header(), writing.size)
+    notes = (*source.notes, *plan.notes)
+    return Converted(file.destination, writing.size, plan.weights, plan.head, notes)
 
 
-class _Writer:
-    """Appends buffers, each followed by the padding that the header promised."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file = file
-
-    def put(self, buffers: list[Any]) -> str:
-        """Write the parts of one tensor; returns their SHA-256."""
-        digest = hashlib.sha256()
-        for buffer in buffers:
-            view = memoryview(buffer).cast("B")
-            digest.update(view)
-            self.file.write(view)
-            self.file.write(bytes(-view.nbytes % ALIGN_BYTES))
-        return digest.hexdigest()
+def _write_ksl1(
+    source: Source, file: NewFile, mtp: bool, workers: int, progress: Progress
+) -> Converted:
+    plan = plan_ksl1(source, mtp=mtp)
+    meter = _Meter(source, plan.tensors, progress)
+    for stripe in stripes(source, plan.tensors, workers=workers, finish=writer(plan, file.put)):
+        meter.taken(stripe.item, stripe.end, stripe.parts)
+    file.publish(plan.header.pack(), plan.size)
+    head = "bf16" if source.tied else "fp6"
+    notes = (*source.notes, *plan.notes)
+    return Converted(file.destination, plan.size, "fp6", head, notes)
 
 
-def _buffers(arg: TensorArg) -> list[Any]:
-    return [buffer for buffer in (arg.data, arg.scales, arg.globals_) if buffer is not None]
+class _Meter:
+    """Adds up what the progress hears."""
+
+    def __init__(self, source: Source, tensors: tuple[Planned, ...], progress: Progress) -> None:
+        self._sizes = source.stored_bytes
+        self._progress = progress
+        self._total = sum(self._sizes[item.origin] for item in tensors)
+        self._before = 0  # source bytes of whole tensors
+        self._group, self._tensors, self._written = "", 0, 0
+        self._left = len(tensors)
+
+    def taken(self, item: Planned, end: int, parts: tuple[Any, ...]) -> None:
+        group = group_of(item.name)
+        if group != self._group:
+            self._report()
+            self._group = group
+        self._written += sum(part.nbytes for part in parts if part is not None)
+        size = self._sizes[item.origin]
+        self._progress.advance(self._before + size * end // item.rows, self._total)
+        if end == item.rows:
+            self._before += size
+            self._tensors += 1
+            self._left -= 1
+            if not self._left:
+                self._report()
+
+    def _report(self) -> None:
+        if self._tensors:
+            self._progress.group(self._group, self._tensors, self._written)
+        self._tensors = self._written = 0
 
 
-def _text_files(source: Source) -> list[tuple[str, bytes]]:
-    return [(name, source.files[name]) for name in TEXT_FILES if name in source.files]
-
-
-def _group_of(name: str) -> str:
-    """What a progress line reports together: `layer N`, `mtp`, or the tensor itself."""
+def group_of(name: str) -> str:
+    """What is reported together: `layer N`, `mtp`, or the tensor itself."""
     parts = name.split(".")
     if parts[:2] == ["model", "layers"]:
         return f"layer {parts[2]}"
     return "mtp" if parts[0] == "mtp" else name.removesuffix(".weight")
 
 
-def _header(
-    source: Source, plan: policy.Plan, items: list[_Item], digests: dict[str, str]
-) -> bytes:
-    """The length field and the JSON text, padded so that the data starts aligned."""
-    texts = _text_files(source)
-    table = {
-        "version": VERSION,
-        "weights": plan.weights,
-        "head": plan.head,
-        "tensors": {
-            item.planned.name: {
-                "encoding": ENCODING_NAMES[item.planned.encoding],
-                "shape": list(logical_shape(item.stored)),
-                "block": BLOCKS[item.planned.encoding],
-                "sha256": digests.get(item.planned.name, _NO_DIGEST),
-            }
-            for item in items
-        },
-        "files": {name: {"sha256": digests.get(name, _NO_DIGEST)} for name, _ in texts},
-    }
-    header: dict[str, Any] = {"__metadata__": {"format": FORMAT, "ksl": _json(table)}}
-    parts = [Part(f"file/{name}", "U8", (len(data),), len(data)) for name, data in texts]
-    parts += [part for item in items for part in item.parts]
-    position = 0
-    for index, part in enumerate(parts):
-        header[part.name] = _entry(part.dtype, part.shape, position, part.size)
-        position += part.size
-        gap = -position % ALIGN_BYTES
-        if gap:
-            header[f"pad/{index}"] = _entry("U8", (gap,), position, gap)
-            position += gap
-    text = _json(header).encode("ascii")
-    text += b" " * (-(8 + len(text)) % ALIGN_BYTES)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _entry(dtype: str, shape: tuple[int, ...], start: int, size: int) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, start + size]}
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"))
+def _check(path: str, destination: str, file_format: str) -> None:
+    """Read a published file back; ModelFileError when it is not what was written."""
+    if file_format == "ksl1":
+        # no checksums in it: its structure and scales are what can be checked
+        open_ksl1(path).close()
+        return
+    wrong = container.verify(path)
+    if wrong:
+        fail(
+            quote_path(destination),
+            f"what was written reads back differently: {', '.join(wrong[:3])}.",
+        )

@@ -2,18 +2,29 @@
 
 Only regular files are read (a pipe or a device would block or never end), and JSON is read
 strictly: UTF-8, one object, no repeated key.
+
+A file may be cut by others while it is in use. Reading it by position notices that and says so;
+reading a memory map of it would end the process. So everything is read by position, except the
+tensors of a model that is too large to hold twice while an engine opens (`RegularFile.view`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import mmap
 import os
 import stat
 from typing import Any, NoReturn
 
+import numpy as np
+import numpy.typing as npt
+
 from kslserve.errors import ModelFileError
 
 TEXT_LIMIT_BYTES = 256 << 20  # of a tokenizer, template or configuration file
+
+Bytes = npt.NDArray[np.uint8]
 
 
 def fail(where: str, problem: str) -> NoReturn:
@@ -42,6 +53,68 @@ def open_regular(path: str) -> tuple[int, int]:
         os.close(handle)
         raise
     return handle, status.st_size
+
+
+class RegularFile:
+    """An open regular file. where: its path for error texts. size: bytes at opening."""
+
+    __slots__ = ("_handle", "_map", "size", "where")
+
+    def __init__(self, path: str) -> None:
+        """ModelFileError for what cannot be opened or is no regular file."""
+        self.where = quote_path(path)
+        self._map: mmap.mmap | None = None
+        self._handle, self.size = open_regular(path)
+
+    def read(self, start: int, size: int) -> Bytes:
+        """A copy of bytes [start, start + size), for any thread. ModelFileError when the file has
+        become shorter."""
+        try:
+            found = np.empty(size, np.uint8)
+            view = found.data
+            done = 0
+            while done < size:
+                count = os.preadv(self._handle, [view[done:]], start + done)
+                if count == 0:
+                    self._fail_cut(start, size)
+                done += count
+        except OSError as error:
+            fail(self.where, f"cannot be read at byte {start}: {error.strerror}.")
+        except MemoryError:
+            fail(self.where, f"there is no memory for the {size} bytes at byte {start}.")
+        return found
+
+    def view(self, start: int, size: int) -> Bytes:
+        """Bytes [start, start + size) in place: read-only, and alive after `close`. The file must
+        keep its size while they are used."""
+        if size == 0:
+            return np.empty(0, np.uint8)
+        if os.fstat(self._handle).st_size < start + size:
+            self._fail_cut(start, size)
+        if self._map is None:
+            try:
+                self._map = mmap.mmap(self._handle, self.size, access=mmap.ACCESS_READ)
+            except (OSError, ValueError) as error:
+                fail(self.where, f"cannot be mapped into memory: {error}.")
+        return np.frombuffer(self._map, np.uint8, size, start)
+
+    def _fail_cut(self, start: int, size: int) -> NoReturn:
+        end = os.fstat(self._handle).st_size
+        fail(
+            self.where,
+            f"expected {size} bytes at byte {start}, but the file now ends at byte {end}: it was "
+            "cut while it was read.",
+        )
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._map is not None:
+            with contextlib.suppress(BufferError):  # views remain: it goes with the last of them
+                self._map.close()
+            self._map = None
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
 
 
 def read_file(path: str, limit: int = TEXT_LIMIT_BYTES) -> bytes:

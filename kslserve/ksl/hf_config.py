@@ -209,4 +209,5 @@ def check_quantization(config: dict[str, Any], where: str) -> None:
 
 
 def is_finite(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+    """Whether it is a JSON number with a value. An integer may be too large for a float."""
+    return type(value) is int or (type(value) is float and math.isfinite(value))

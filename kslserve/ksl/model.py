@@ -66,11 +66,16 @@ class ModelFile:
 class Source:
     """A model as it is stored, tensor by tensor: what `policy` plans over and `convert` streams.
 
-    where: its path, which starts error texts. spec: token_limit is the vocabulary until `texts` is
-    read. stored: every tensor in file order. read: makes the TensorArg of one name, zero-copy where
-    the stored bytes are already what the engine wants. files: the bytes of TEXT_FILES that exist.
-    weights, head: the encodings of a container; empty for a folder or shapes. release: gives memory
-    that held file contents back; what `read` returned stays valid.
+    kind: `container`, `ksl1`, `folder` or `synth`. where: its path, which starts error texts. spec:
+    token_limit is the vocabulary until `texts` is read. stored: every tensor in file order.
+    stored_bytes: what each takes in the file, scales included. rows: a copy of rows [begin, end) of
+    one tensor as a matrix of its own, begin a multiple of 128; for any thread. view: a whole
+    tensor, in place where the stored bytes are already what the engine wants. files: the bytes of
+    TEXT_FILES that exist. weights, head: the encodings of a quantized file; else empty. foreign:
+    the encodings are not those of our policy, which settles what they leave open. sealed: tensors
+    whose stored encoding has no exact equal here, handed out in a wider one and never quantized
+    again. payload: bytes that header or metadata promise, and that there are. facts: what only an
+    inspector asks for.
     """
 
     name: str
@@ -79,15 +84,25 @@ class Source:
     spec: ModelSpec
     tied: bool
     stored: dict[str, Stored]
-    read: Callable[[str], TensorArg]
+    rows: Callable[[str, int, int], TensorArg]
+    view: Callable[[str], TensorArg]
     config: dict[str, Any]
     config_eos: tuple[int, ...]
     files: dict[str, bytes]
+    kind: str
+    stored_bytes: dict[str, int]
     weights: str = ""
     head: str = ""
+    foreign: bool = False
+    sealed: frozenset[str] = frozenset()
+    payload: tuple[int, int] | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    release: Callable[[], None] = lambda: None
     on_close: Callable[[], None] = lambda: None
+
+    def read(self, name: str) -> TensorArg:
+        """A copy of a whole tensor."""
+        return self.rows(name, 0, self.stored[name].rows)
 
     def close(self) -> None:
         self.on_close()

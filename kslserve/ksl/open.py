@@ -1,4 +1,4 @@
-"""open_model: any of the inputs - container file, Hugging Face folder, `synth:SHAPE` - as a
+"""open_model: any of the inputs - container or KSL1 file, Hugging Face folder, `synth:SHAPE` - as a
 ModelFile."""
 
 from __future__ import annotations
@@ -7,15 +7,22 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from kslserve.engine.model import TensorArg
 from kslserve.ksl import policy
 from kslserve.ksl.container import open_container
 from kslserve.ksl.files import fail, open_regular, quote_path
+from kslserve.ksl.ksl1 import open_ksl1
+from kslserve.ksl.ksl1_header import MIGRATION_HINT, OLD_SIGNATURE, SIGNATURE
 from kslserve.ksl.model import CONFIG, ModelFile, Source, read_texts
-from kslserve.ksl.quantize import reencode
+from kslserve.ksl.publish import UNFINISHED
+from kslserve.ksl.quantize import collect, planned_view
 from kslserve.ksl.source import open_folder, read_text_files
 from kslserve.ksl.synth import PREFIX, open_synth
 
 BUNDLED = "ksl-nano"
+# A model of at most this size is copied while an engine opens, so that nobody can cut its file
+# under the engine; a larger one is read in place, since memory may not hold it twice.
+COPY_LIMIT_BYTES = 4 << 30
 
 
 def bundled_path() -> Path:
@@ -40,16 +47,7 @@ def open_model(
     try:
         texts = read_texts(source)
         plan = policy.plan(source, weights, head)
-        tensors = []
-        for item in plan.tensors:
-            arg = source.read(item.origin)
-            encoding = item.encoding
-            quantize = arg.encoding != encoding and arg.fill is None
-            if quantize and progress is not None:
-                progress(item.name)
-            tensors.append(reencode(arg, item.name, encoding, quote_path(source.where)))
-            if quantize:
-                source.release()
+        tensors = _tensors(source, plan, progress)
     except BaseException:
         source.close()
         raise
@@ -69,17 +67,40 @@ def open_model(
     )
 
 
+def _tensors(
+    source: Source, plan: policy.Plan, progress: Callable[[str], None] | None
+) -> list[TensorArg]:
+    in_place = source.kind == "synth" or sum(source.stored_bytes.values()) > COPY_LIMIT_BYTES
+    made = [
+        item
+        for item in plan.tensors
+        if source.kind != "synth" and item.encoding != source.stored[item.origin].encoding
+    ]
+    if progress is not None:
+        for item in made:
+            progress(item.name)
+    copied = made if in_place else list(plan.tensors)
+    names = {item.name for item in copied}
+    whole = {arg.name: arg for arg in collect(source, copied)} if copied else {}
+    return [
+        whole[item.name] if item.name in names else planned_view(source, item)
+        for item in plan.tensors
+    ]
+
+
 def open_source(path: str, model_dir: str = "") -> Source:
     """The stored model behind a name. Raises ModelFileError."""
     texts = _text_overrides(model_dir) if model_dir else {}
+    config = texts.pop(CONFIG, None)
     if path.startswith(PREFIX):
         source = open_synth(path, lambda: open_container(str(bundled_path())))
     elif path == BUNDLED:
         source = open_container(str(bundled_path()))
     elif os.path.isdir(path):
         source = open_folder(path)
+    elif signature_of(path) == SIGNATURE:
+        source = open_ksl1(path, config=config, config_where=f"{quote_path(model_dir)}/{CONFIG}")
     else:
-        _check_signature(path)
         source = open_container(path)
     source.files |= texts
     return source
@@ -88,22 +109,26 @@ def open_source(path: str, model_dir: str = "") -> Source:
 def _text_overrides(model_dir: str) -> dict[str, bytes]:
     if not os.path.isdir(model_dir):
         fail(quote_path(model_dir), "expected a folder as --model-dir, found none.")
-    found = read_text_files(model_dir)
-    found.pop(CONFIG, None)
-    return found
+    return read_text_files(model_dir)
 
 
-def _check_signature(path: str) -> None:
-    """Refuse by name the files whose first bytes say that they are another kind of model file."""
+def signature_of(path: str) -> bytes:
+    """The first four bytes. Refuses by name the files whose first bytes say that they are no model
+    file of ours."""
     handle, _ = open_regular(path)
     try:
-        start = os.read(handle, 4)
+        start = os.read(handle, len(UNFINISHED))
     finally:
         os.close(handle)
-    kinds = {b"KSL1": "a KSL1", b"TQF1": "a TQF1", b"GGUF": "a GGUF"}
-    if start in kinds:
+    where = quote_path(path)
+    if start[:4] == OLD_SIGNATURE:
+        fail(where, MIGRATION_HINT)
+    if start[:4] == b"GGUF":
         fail(
-            quote_path(path),
-            f"this is {kinds[start]} file, which this version does not read; give a container file "
+            where,
+            "this is a GGUF file, which this version does not read; give a KSL1 or container file "
             "or a Hugging Face folder.",
         )
+    if start == UNFINISHED:
+        fail(where, "this is what an interrupted conversion left: delete it and convert again.")
+    return start[:4]

@@ -9,6 +9,10 @@
 
 `bf16` quantizes nothing. A tied head that is quantized is a second tensor, lm_head.weight, made
 from the embedding. A matrix whose columns do not fit its encoding stays as it is.
+
+A file that was quantized elsewhere (KSL1) gets what the table asks where it left a choice. Its FP6
+matrices may become NVFP4: there is often no original at hand, and a note tells of the second
+rounding.
 """
 
 from __future__ import annotations
@@ -62,7 +66,7 @@ def plan(source: Source, weights: str = "auto", head: str = "auto") -> Plan:
     head: `auto` or one of HEADS. ModelFileError when a quantized tensor would have to be quantized
     anew."""
     own = source.weights
-    keep = bool(own) and weights in ("auto", own)
+    keep = bool(own) and not source.foreign and weights in ("auto", own)
     label = (own or DEFAULT_WEIGHTS) if weights == "auto" else weights
     notes: list[str] = []
     if not keep and own not in ("", "bf16") and label == "bf16":
@@ -74,7 +78,7 @@ def plan(source: Source, weights: str = "auto", head: str = "auto") -> Plan:
         target = None if keep else _TABLE[label].get(role(name) or "")
         encoding = _settle(source, name, item, target, notes)
         tensors.append(Planned(name, name, encoding, item.rows, item.cols))
-    kept = sum(item.encoding == ENC_FP8 for item in tensors)
+    kept = sum(item.encoding == ENC_FP8 and item.name not in source.sealed for item in tensors)
     if kept:
         notes.append(f"{kept} matrices stay block-FP8, as they are stored")
     if head == "auto":
@@ -86,6 +90,12 @@ def plan(source: Source, weights: str = "auto", head: str = "auto") -> Plan:
         head_label = "bf16"
     if entry is not None:
         tensors.append(entry)
+    twice = sum(_is_second(source.stored[item.origin], item) for item in tensors)
+    if twice:
+        notes.append(
+            f"{twice} matrices are made from FP6 and so rounded twice; from the original model "
+            "they would be more accurate"
+        )
     return Plan(tuple(tensors), label, head_label, tuple(notes))
 
 
@@ -112,9 +122,10 @@ def _plan_head(source: Source, label: str, keep: bool, notes: list[str]) -> Plan
 
 def _settle(source: Source, name: str, item: Stored, target: int | None, notes: list[str]) -> int:
     """The encoding that a tensor gets when the table asks for `target`."""
-    if target is None or item.encoding == target:
+    if target is None or item.encoding == target or name in source.sealed:
         return item.encoding
-    if item.encoding not in _PLAIN:
+    second = source.foreign and (item.encoding, target) == (ENC_E2M3, ENC_NVFP4)
+    if item.encoding not in _PLAIN and not second:
         found = ENCODING_NAMES[item.encoding]
         _refuse(source, f"{name} is {found} already, and quantizing it again would lose accuracy")
     unit = _COLUMN_UNIT[target]
@@ -125,6 +136,10 @@ def _settle(source: Source, name: str, item: Stored, target: int | None, notes: 
         )
         return item.encoding
     return target
+
+
+def _is_second(stored: Stored, item: Planned) -> bool:
+    return (stored.encoding, item.encoding) == (ENC_E2M3, ENC_NVFP4)
 
 
 def _refuse(source: Source, reason: str) -> None:

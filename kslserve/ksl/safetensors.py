@@ -1,4 +1,4 @@
-"""One safetensors file, by memory map, with every offset checked before anything is read.
+"""One safetensors file, with every offset checked before anything is read.
 
 Layout: a little-endian u64 header length N, N bytes of JSON (`name: {dtype, shape, data_offsets}`
 and `__metadata__`: text to text), then the tensors' bytes without holes. Opening reads the header
@@ -7,16 +7,10 @@ only.
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import os
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from kslserve.ksl.files import fail, open_regular, parse_object, quote, quote_path
+from kslserve.ksl.files import Bytes, RegularFile, fail, parse_object, quote
 
 HEADER_LIMIT_BYTES = 100_000_000  # the format's own limit
 RANK_LIMIT = 8
@@ -27,8 +21,6 @@ ITEM_BYTES = {
     "U32": 4, "I32": 4, "F32": 4,
     "U64": 8, "I64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
-
-Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,87 +36,84 @@ class Entry:
 
 class SafetensorsFile:
     """An open file. entries: by name, in the order of their bytes. metadata: `__metadata__` or
-    empty.
+    empty. expected_size: bytes that the header promises; actual_size: bytes that there are."""
 
-    Views made by `data` keep the memory map alive after `close`.
-    """
+    __slots__ = ("_file", "actual_size", "entries", "expected_size", "metadata", "origin", "path")
 
-    __slots__ = ("_map", "entries", "metadata", "path")
-
-    def __init__(self, path: str) -> None:
-        """Map the file and check its header. ModelFileError for anything but a whole, valid
-        file."""
+    def __init__(self, path: str, *, whole: bool = True) -> None:
+        """Open the file and check its header. whole: also that the file ends where the header says.
+        ModelFileError for anything but a valid file."""
         self.path = path
-        where = quote_path(path)
-        handle, size = open_regular(path)
+        self._file = RegularFile(path)
+        self.actual_size = self._file.size
         try:
-            if size < 8:
-                fail(where, f"expected a safetensors file, found {size} bytes: too short for one.")
-            try:
-                self._map: mmap.mmap | None = mmap.mmap(handle, size, access=mmap.ACCESS_READ)
-            except (OSError, ValueError) as error:
-                fail(where, f"cannot be mapped into memory: {error}.")
-        finally:
-            os.close(handle)
-        try:
-            self.entries, self.metadata = _read_header(self._map, size, where)
+            if self._file.size < 8:
+                fail(
+                    self._file.where,
+                    f"expected a safetensors file, found {self._file.size} bytes: too short for "
+                    "one.",
+                )
+            self._read_header(whole)
         except BaseException:
             self.close()
             raise
 
-    def data(self, name: str) -> Bytes:
-        """The bytes of a tensor: uint8 [end - start], read-only, not copied. KeyError for an
-        unknown name."""
-        entry = self.entries[name]
-        assert self._map is not None, "the file is closed"
-        return np.frombuffer(self._map, np.uint8, entry.end - entry.start, entry.start)
-
-    def release(self) -> None:
-        """Give the pages read so far back to the system; reading them again reads the file
-        again."""
-        if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)
-
-    def close(self) -> None:
-        """Drop the memory map. Idempotent."""
-        if self._map is not None:
-            with contextlib.suppress(BufferError):  # views remain: it goes with the last of them
-                self._map.close()
-            self._map = None
-
-
-def _read_header(
-    mapped: mmap.mmap, size: int, where: str
-) -> tuple[dict[str, Entry], dict[str, str]]:
-    length = int.from_bytes(mapped[:8], "little")
-    if length > HEADER_LIMIT_BYTES:
-        fail(
-            where,
-            f"expected a header length of at most {HEADER_LIMIT_BYTES} at byte 0, found {length}: "
-            "not a safetensors file.",
-        )
-    origin = 8 + length
-    if origin > size:
-        fail(where, f"the header should end at byte {origin}, but the file has {size} bytes.")
-    header = parse_object(mapped[8:origin], f"{where}: header at byte 8")
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        fail(where, "`__metadata__` of the header should map text to text.")
-    entries = [_read_entry(name, item, origin, size, where) for name, item in header.items()]
-    entries.sort(key=lambda entry: (entry.start, entry.end))
-    position = origin
-    for entry in entries:
-        if entry.start != position:
-            kind = "overlaps the one before" if entry.start < position else "leaves a hole"
+    def _read_header(self, whole: bool) -> None:
+        where = self._file.where
+        length = int.from_bytes(self._file.read(0, 8).tobytes(), "little")
+        if length > HEADER_LIMIT_BYTES:
             fail(
                 where,
-                f"tensor {quote(entry.name)} {kind}: expected its start at byte {position}, found "
-                f"byte {entry.start}.",
+                f"expected a header length of at most {HEADER_LIMIT_BYTES} at byte 0, found "
+                f"{length}: not a safetensors file.",
             )
-        position = entry.end
-    if position != size:
-        fail(where, f"expected the file to end at byte {position}, found {size} bytes.")
-    return {entry.name: entry for entry in entries}, metadata
+        origin = self.origin = 8 + length
+        size = self.actual_size
+        if origin > size:
+            fail(where, f"the header should end at byte {origin}, but the file has {size} bytes.")
+        header = parse_object(self._file.read(8, length).tobytes(), f"{where}: header at byte 8")
+        metadata = header.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+            fail(where, "`__metadata__` of the header should map text to text.")
+        limit = size if whole else 1 << 63
+        entries = [_read_entry(name, item, origin, limit, where) for name, item in header.items()]
+        entries.sort(key=lambda entry: (entry.start, entry.end))
+        position = origin
+        for entry in entries:
+            if entry.start != position:
+                kind = "overlaps the one before" if entry.start < position else "leaves a hole"
+                fail(
+                    where,
+                    f"tensor {quote(entry.name)} {kind}: expected its start at byte {position}, "
+                    f"found byte {entry.start}.",
+                )
+            position = entry.end
+        if whole and position != size:
+            fail(where, f"expected the file to end at byte {position}, found {size} bytes.")
+        self.entries = {entry.name: entry for entry in entries}
+        self.metadata: dict[str, str] = metadata
+        self.expected_size = position
+
+    def part(self, name: str, begin: int, end: int) -> Bytes:
+        """A copy of bytes [begin, end) of a tensor. KeyError for an unknown name, ModelFileError
+        when the file has become shorter. For any thread."""
+        entry = self.entries[name]
+        assert 0 <= begin <= end <= entry.end - entry.start, "a part lies in its tensor"
+        return self._file.read(entry.start + begin, end - begin)
+
+    def data(self, name: str) -> Bytes:
+        """A copy of all bytes of a tensor."""
+        entry = self.entries[name]
+        return self._file.read(entry.start, entry.end - entry.start)
+
+    def view(self, name: str) -> Bytes:
+        """The bytes of a tensor in place, under the conditions of `RegularFile.view`."""
+        entry = self.entries[name]
+        return self._file.view(entry.start, entry.end - entry.start)
+
+    def close(self) -> None:
+        """Idempotent; views stay valid."""
+        self._file.close()
 
 
 def _read_entry(name: str, item: Any, origin: int, size: int, where: str) -> Entry:

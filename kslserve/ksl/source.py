@@ -1,4 +1,4 @@
-"""A Hugging Face folder: config, safetensors shards by memory map, tokenizer and template.
+"""A Hugging Face folder: config, safetensors shards, tokenizer and template.
 
 bf16, f16, f32 and block-FP8 tensors; names with or without the `language_model.` part; the vision
 tower is skipped. Tensors are handed out under their canonical names.
@@ -19,6 +19,7 @@ from kslserve.errors import ModelFileError
 from kslserve.ksl import layout
 from kslserve.ksl.files import (
     TEXT_LIMIT_BYTES,
+    Bytes,
     fail,
     parse_object,
     quote,
@@ -28,15 +29,13 @@ from kslserve.ksl.files import (
 )
 from kslserve.ksl.hf_config import check_quantization, read_config
 from kslserve.ksl.model import CONFIG, GENERATION, TEMPLATE, TOKENIZER, Source
-from kslserve.ksl.safetensors import Entry, SafetensorsFile
+from kslserve.ksl.safetensors import ITEM_BYTES, Entry, SafetensorsFile
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SCALE_SUFFIX = "_scale_inv"
 ENCODING_OF = {"F32": ENC_F32, "F16": ENC_F32, "BF16": ENC_BF16, "F8_E4M3": ENC_FP8}
 SKIPPED = ("model.visual.", "visual.")  # the vision tower
-
-Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +60,6 @@ def open_folder(path: str) -> Source:
         for file in files:
             file.close()
 
-    def release() -> None:
-        for file in files:
-            file.release()
-
     try:
         located = _locate(path, where, files)
         if family.tied and located.pop(layout.HEAD, None) is not None:
@@ -79,12 +74,14 @@ def open_folder(path: str) -> Source:
             spec=spec,
             tied=family.tied,
             stored=stored,
-            read=_reader(located, stored),
+            rows=_rows(located, stored),
+            view=_view(located, stored),
+            kind="folder",
+            stored_bytes=_bytes_of(located),
             config=config,
             config_eos=family.eos_ids,
             files=read_text_files(path),
             notes=notes,
-            release=release,
             on_close=close,
         )
     except BaseException:
@@ -208,26 +205,54 @@ def _stored(name: str, item: _Located, where: str) -> layout.Stored:
     return layout.Stored(encoding, rows, cols)
 
 
-def _reader(
+def _rows(
+    located: dict[str, _Located], stored: dict[str, layout.Stored]
+) -> Callable[[str, int, int], TensorArg]:
+    def rows(name: str, begin: int, end: int) -> TensorArg:
+        item, shape = located[name], stored[name]
+        width = (item.entry.end - item.entry.start) // shape.rows
+        data = item.file.part(item.entry.name, begin * width, end * width)
+        if item.entry.dtype == "F16":
+            data = data.view(np.float16).astype(np.float32).view(np.uint8)
+        scales = None
+        if item.scales is not None:
+            file, entry = item.scales
+            width = (entry.end - entry.start) // entry.shape[0]
+            first, last = begin // SCALE_BLOCK, -(-end // SCALE_BLOCK)
+            scales = floats(file.part(entry.name, first * width, last * width), entry.dtype)
+        return TensorArg(name, shape.encoding, end - begin, shape.cols, data, scales)
+
+    return rows
+
+
+def _view(
     located: dict[str, _Located], stored: dict[str, layout.Stored]
 ) -> Callable[[str], TensorArg]:
-    def read(name: str) -> TensorArg:
+    rows = _rows(located, stored)
+
+    def view(name: str) -> TensorArg:
         item, shape = located[name], stored[name]
-        data = item.file.data(item.entry.name)
         if item.entry.dtype == "F16":
-            data = data.view(np.float16) if _aligned(data, 2) else data.copy().view(np.float16)
-            data = data.astype(np.float32).view(np.uint8)
-        elif shape.encoding == ENC_F32:
-            data = aligned(data, 4)
-        elif shape.encoding == ENC_BF16:
-            data = aligned(data, 2)
+            return rows(name, 0, shape.rows)
+        data = aligned(item.file.view(item.entry.name), ITEM_BYTES[item.entry.dtype])
         scales = None
         if item.scales is not None:
             file, entry = item.scales
             scales = floats(file.data(entry.name), entry.dtype)
         return TensorArg(name, shape.encoding, shape.rows, shape.cols, data, scales)
 
-    return read
+    return view
+
+
+def _bytes_of(located: dict[str, _Located]) -> dict[str, int]:
+    return {
+        name: sum(
+            entry.end - entry.start
+            for entry in (item.entry, item.scales[1] if item.scales else None)
+            if entry is not None
+        )
+        for name, item in located.items()
+    }
 
 
 def floats(data: Bytes, dtype: str) -> npt.NDArray[np.float32]:
@@ -239,8 +264,5 @@ def floats(data: Bytes, dtype: str) -> npt.NDArray[np.float32]:
 
 def aligned(data: Bytes, item_bytes: int) -> Bytes:
     """`data`, or a copy of it where its address is no multiple of item_bytes."""
-    return data if _aligned(data, item_bytes) else data.copy()
-
-
-def _aligned(data: Bytes, item_bytes: int) -> bool:
-    return int(data.__array_interface__["data"][0]) % item_bytes == 0
+    at = int(data.__array_interface__["data"][0])
+    return data if at % item_bytes == 0 else data.copy()

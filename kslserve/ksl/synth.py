@@ -44,7 +44,7 @@ def open_synth(path: str, texts: Callable[[], Source]) -> Source:
         shapes[layout.HEAD] = (family.spec.vocab, family.spec.hidden)
     stored = {name: layout.Stored(ENC_BF16, *size) for name, size in shapes.items()}
 
-    def read(name: str) -> TensorArg:
+    def view(name: str) -> TensorArg:
         item = stored[name]
         return TensorArg(name, item.encoding, item.rows, item.cols, fill=_fill(name, item.cols))
 
@@ -60,7 +60,10 @@ def open_synth(path: str, texts: Callable[[], Source]) -> Source:
         spec=family.spec,
         tied=family.tied,
         stored=stored,
-        read=read,
+        rows=lambda name, begin, end: view(name),
+        view=view,
+        kind="synth",
+        stored_bytes=dict.fromkeys(stored, 0),
         config=config,
         config_eos=(),
         files=files,

@@ -12,14 +12,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kslserve.engine import codecs
 from kslserve.engine.codecs import ENC_E2M3, ENCODING_NAMES
 from kslserve.engine.model import TensorArg
 from kslserve.errors import ModelFileError
 from kslserve.ksl.container import open_container, verify
-from kslserve.ksl.convert import convert
-from kslserve.ksl.layout import HEAD
+from kslserve.ksl.convert import Progress, convert
+from kslserve.ksl.layout import EMBEDDING, HEAD
 from kslserve.ksl.open import open_model
+from kslserve.ksl.publish import UNFINISHED
 from tests.unit.ksl import ksl_build
+from tests.unit.ksl import ksl_reference as reference
 from tests.unit.ksl.ksl_build import folder, text_config
 from tests.unit.ksl.test_ksl_folder import MATRIX, fp8_items
 
@@ -65,6 +68,11 @@ def refused(path: Path, *parts: str) -> None:
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_a_container_is_the_folder_quantized(tmp_path: Path, weights: str, tied: bool) -> None:
     source = model_folder(tmp_path / "m", tie_word_embeddings=tied)
+    with open_model(str(source), weights="bf16") as model:
+        values = {
+            arg.name: codecs.decode(arg.encoding, arg.data, None, None, arg.rows, arg.cols)
+            for arg in model.tensors
+        }
     done = convert(str(source), str(tmp_path / "c.ksl"), weights=weights)
     assert (done.weights, done.notes) == (weights, ())
     assert done.size == (tmp_path / "c.ksl").stat().st_size
@@ -78,6 +86,15 @@ def test_a_container_is_the_folder_quantized(tmp_path: Path, weights: str, tied:
         for field in ("spec", "weights", "head", "tokenizer_json", "chat_template", "config"):
             assert getattr(after, field) == getattr(before, field)
         assert after.generation == before.generation
+        for arg in after.tensors:  # and it is what an independent quantizer makes of the source
+            name = ENCODING_NAMES[arg.encoding]
+            if name in ("e2m3", "nvfp4"):
+                stored = EMBEDDING if tied and arg.name == HEAD else arg.name
+                expected = reference.encode(name, values[stored])
+                found = (arg.data, arg.scales, arg.globals_)
+                assert [p is None or p.tobytes() for p in found] == [
+                    p is None or p.tobytes() for p in expected
+                ]
         assert after.generation.top_k == 7
         assert after.name == "c"
 
@@ -140,12 +157,29 @@ def test_data_starts_are_aligned(fp6: bytes) -> None:
 
 
 def test_progress_has_a_line_per_layer(tmp_path: Path) -> None:
-    lines: list[str] = []
-    convert(str(model_folder(tmp_path / "m")), str(tmp_path / "m.ksl"), progress=lines.append)
-    groups = [line.split(":")[0] for line in lines]
+    class Heard(Progress):
+        def __init__(self) -> None:
+            self.groups: list[tuple[str, int, int]] = []
+            self.shares: list[tuple[int, int]] = []
+
+        def group(self, name: str, tensors: int, size: int) -> None:
+            self.groups.append((name, tensors, size))
+
+        def advance(self, done: int, total: int) -> None:
+            self.shares.append((done, total))
+
+    heard = Heard()
+    done = convert(str(model_folder(tmp_path / "m")), str(tmp_path / "m.ksl"), progress=heard)
     layers = [f"layer {n}" for n in range(4)]
-    assert groups == ["model.embed_tokens", *layers, "model.norm", "mtp", "lm_head"]
-    assert lines[1].startswith("layer 0: 14 tensors, ")
+    names = [name for name, _, _ in heard.groups]
+    assert names == ["model.embed_tokens", *layers, "model.norm", "mtp", "lm_head"]
+    assert [count for _, count, _ in heard.groups] == [1, 14, 14, 14, 11, 1, 15, 1]
+    with open_model(str(tmp_path / "m.ksl")) as model:
+        parts = [p for t in model.tensors for p in (t.data, t.scales, t.globals_) if p is not None]
+    assert sum(size for _, _, size in heard.groups) == sum(part.nbytes for part in parts)
+    assert done.size > sum(size for _, _, size in heard.groups)
+    assert heard.shares == sorted(heard.shares)
+    assert heard.shares[-1][0] == heard.shares[-1][1]
 
 
 def test_nothing_is_overwritten_and_nothing_is_left(tmp_path: Path) -> None:
@@ -155,28 +189,28 @@ def test_nothing_is_overwritten_and_nothing_is_left(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="exists already"):
         convert(str(source), str(taken))
 
-    def take_late(_: str) -> None:
-        (tmp_path / "late.ksl").write_bytes(b"mine")
+    class TakeLate(Progress):
+        def advance(self, done: int, total: int) -> None:
+            (tmp_path / "late.ksl").write_bytes(b"mine")
 
     with pytest.raises(ModelFileError, match="File exists"):
-        convert(str(source), str(tmp_path / "late.ksl"), progress=take_late)
+        convert(str(source), str(tmp_path / "late.ksl"), progress=TakeLate())
     assert taken.read_bytes() == (tmp_path / "late.ksl").read_bytes() == b"mine"
     with pytest.raises(ModelFileError, match="cannot write"):
         convert(str(source), str(tmp_path / "no" / "x.ksl"))
     with pytest.raises(ModelFileError, match="without data"):
         convert("synth:test", str(tmp_path / "x.ksl"))
 
-    def stop(_: str) -> None:
-        raise KeyboardInterrupt
+    class Stop(Progress):
+        def advance(self, done: int, total: int) -> None:
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        convert(str(source), str(tmp_path / "x.ksl"), progress=stop)
+        convert(str(source), str(tmp_path / "x.ksl"), progress=Stop())
     assert sorted(os.listdir(tmp_path)) == ["late.ksl", "m", "taken.ksl"]
 
 
-def test_memory_holds_one_tensor_and_a_chunk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_holds_a_few_stripes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {"hidden_size": 128, "vocab_size": 4096, "num_hidden_layers": 8}
     source = model_folder(tmp_path / "m", **changes)
     chunk = 128 * 128
@@ -184,21 +218,21 @@ def test_memory_holds_one_tensor_and_a_chunk(
     convert(str(source), str(tmp_path / "first.ksl"))  # imports and caches are warm now
     tracemalloc.start()
     try:
-        done = convert(str(source), str(tmp_path / "m.ksl"))
+        done = convert(str(source), str(tmp_path / "m.ksl"), workers=2)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    largest = 4096 * 128 // 4 * 3  # the head's codes
-    assert done.size > 3 * largest
-    assert peak < largest + 3 * 4 * chunk + (500 << 10)
+    # a stripe in float32, bf16 and codes for each worker, and what waits for its turn
+    assert done.size > 5 * 4096 * 128 // 4 * 3
+    assert peak < 2 * 7 * chunk + 6 * 2 * chunk + (500 << 10)
 
 
 def test_what_reads_back_differently_is_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kslserve.ksl.convert.verify", lambda path: ["model.norm.weight"])
+    monkeypatch.setattr("kslserve.ksl.container.verify", lambda path: ["model.norm.weight"])
     with pytest.raises(ModelFileError, match=r"reads back differently: model\.norm\.weight"):
-        convert(str(model_folder(tmp_path / "m")), str(tmp_path / "x.ksl"))
+        convert(str(model_folder(tmp_path / "m")), str(tmp_path / "x.ksl"), check=True)
     assert os.listdir(tmp_path) == ["m"]
 
 
@@ -311,8 +345,9 @@ def test_metadata_lies_are_named(
 def test_other_files_are_named(tmp_path: Path) -> None:
     path = tmp_path / "m.ksl"
     for data, text in [
-        (b"KSL1" + bytes(200), "a KSL1 file"),
-        (b"TQF1" + bytes(200), "a TQF1 file"),
+        (b"KSL1" + bytes(200), "expected model_family at byte 12 to be 1 (qwen3_5), found 0"),
+        (b"TQF1" + bytes(200), "found TQF1, the old signature"),
+        (UNFINISHED + bytes(200), "an interrupted conversion left"),
         (b"GGUF" + bytes(200), "a GGUF file"),
         (ksl_build.safetensors({}), "metadata format ksl2, found None"),
         (ksl_build.safetensors({}, {"format": "pt"}), "found 'pt'"),

@@ -55,6 +55,8 @@ def test_end_ids_from_everywhere_once() -> None:
         {"top_p": 0},
         {"top_p": 1.5},
         {"top_k": 2.5},
+        {"top_k": 10**400},
+        {"temperature": -(10**400)},
         {"top_k": True},
         {"min_p": 2},
         {"presence_penalty": 3},

@@ -60,8 +60,7 @@ def test_reads_what_was_written(tmp_path: Path) -> None:
 
 def test_views_are_read_only_and_outlive_the_file(tmp_path: Path) -> None:
     file = SafetensorsFile(write(tmp_path, ksl_build.safetensors(ITEMS)))
-    view = file.data("b")
-    file.release()
+    view = file.view("b")
     file.close()
     assert view.tobytes() == b"hello"
     assert not view.flags.writeable
@@ -84,6 +83,36 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
     for length in range(len(whole)):
         refused(write(tmp_path, whole[:length]))
     refused(write(tmp_path, whole + b"x"), "expected the file to end at byte")
+
+
+def test_parts(tmp_path: Path) -> None:
+    file = SafetensorsFile(write(tmp_path, ksl_build.safetensors(ITEMS)))
+    assert file.part("b", 1, 4).tobytes() == b"ell"
+    assert file.part("b", 5, 5).size == 0
+    assert file.view("empty").size == 0
+    with pytest.raises(AssertionError):
+        file.part("b", 0, 6)
+    file.close()
+
+
+def test_a_file_that_becomes_shorter(tmp_path: Path) -> None:
+    path = write(tmp_path, ksl_build.safetensors(ITEMS))
+    file = SafetensorsFile(path)
+    entry = file.entries["a"]
+    os.truncate(path, entry.start + 5)
+    text = f"expected 24 bytes at byte {entry.start}, but the file now ends at byte"
+    for read in (file.data, file.view):
+        with pytest.raises(ModelFileError, match=text):
+            read("a")
+    file.close()
+
+
+def test_a_file_of_another_length_when_asked(tmp_path: Path) -> None:
+    whole = ksl_build.safetensors(ITEMS)
+    for data in (whole[:-3], whole + b"x"):
+        file = SafetensorsFile(write(tmp_path, data), whole=False)
+        assert (file.expected_size, file.actual_size) == (len(whole), len(data))
+        file.close()
 
 
 @relaxed

@@ -1,0 +1,121 @@
+"""Bytes of everything an engine holds beside its weights: the arithmetic of native/common/budget.cc
+and of the CPU backend's activations, and of every KV format.
+
+Pure functions of a model's dimensions; the memory plans at start and of `inspect --plan` are both
+made of them.
+"""
+
+from __future__ import annotations
+
+from kslserve.engine.model import ModelSpec
+
+KV_FORMATS = ("f32", "bf16", "fp8", "q4", "int8_g64", "int4_g32", "int8ring_int4")
+KV_RING_TOKENS = 1024  # positions that int8ring_int4 also keeps in int8
+
+_SCALE = 4  # a float32 per position and KV head
+_HALF = 2  # fp16 scales and zero points
+_Q4_HEAD_DIMS = (32, 64, 128, 256)
+_HEAD_BATCH = 32  # columns that the output head takes at once
+_DRAFTS_MAX = 16
+_BIAS_MAX = 1024
+
+
+def kv_layers(spec: ModelSpec) -> int:
+    """Layers with a KV cache, the MTP layer's included."""
+    return sum(kind == "full" for kind in spec.layer_kinds) + spec.mtp_layers
+
+
+def kv_problem(spec: ModelSpec, kv: str) -> str | None:
+    """Why a format does not take this model's heads, as a sentence; None when it does."""
+    dim = spec.head_dim
+    if kv == "q4" and dim not in _Q4_HEAD_DIMS:
+        return f"q4 takes heads of 32, 64, 128 or 256 dimensions, not {dim}."
+    unit = {"int8_g64": 64, "int4_g32": 32, "int8ring_int4": 64}.get(kv, 1)
+    if dim % unit:
+        return f"{kv} takes heads of a multiple of {unit} dimensions, not {dim}."
+    return None
+
+
+def kv_head_bytes(head_dim: int, kv: str) -> int:
+    """Bytes of K and V of one position in one KV head."""
+    d = head_dim
+    if kv == "f32":
+        return 8 * d
+    if kv == "bf16":
+        return 4 * d
+    if kv == "fp8":
+        return 2 * (d + _SCALE)
+    if kv == "q4":  # K: a scale and a zero point per 32 channels; V as in fp8
+        return d // 2 + d // 32 * 2 * _HALF + d + _SCALE
+    if kv == "int8_g64":
+        return 2 * (d + d // 64 * _HALF)
+    if kv in ("int4_g32", "int8ring_int4"):
+        return 2 * (d // 2 + d // 32 * _HALF)
+    raise ValueError(f"{kv} is no KV format")
+
+
+def kv_token_bytes(spec: ModelSpec, kv: str) -> int:
+    """Bytes of one token in every KV layer."""
+    return kv_layers(spec) * spec.kv_heads * kv_head_bytes(spec.head_dim, kv)
+
+
+def block_bytes(spec: ModelSpec, kv: str, block_tokens: int) -> int:
+    return kv_token_bytes(spec, kv) * block_tokens
+
+
+def ring_bytes(spec: ModelSpec, kv: str, ring_tokens: int = KV_RING_TOKENS) -> int:
+    """Bytes of the KV ring that belongs to a slab: none but for int8ring_int4."""
+    if kv != "int8ring_int4":
+        return 0
+    per_token = kv_layers(spec) * spec.kv_heads * kv_head_bytes(spec.head_dim, "int8_g64")
+    return ring_tokens * per_token
+
+
+def slab_bytes(spec: ModelSpec, kv: str = "bf16") -> int:
+    """Bytes of one copy of the recurrent state: delta state, conv columns, the last trunk hidden,
+    and the KV ring."""
+    linear = sum(kind == "linear" for kind in spec.layer_kinds)
+    value_width = spec.lin_value_heads * spec.lin_value_dim
+    delta = linear * value_width * spec.lin_key_dim
+    conv = linear * (spec.conv_taps - 1) * conv_channels(spec)
+    return 4 * (delta + conv + spec.hidden) + ring_bytes(spec, kv)
+
+
+def conv_channels(spec: ModelSpec) -> int:
+    return 2 * spec.lin_key_heads * spec.lin_key_dim + spec.lin_value_heads * spec.lin_value_dim
+
+
+def slot_bytes(spec: ModelSpec, blocks_per_slot: int) -> int:
+    """Bytes of one slot's block tables and sampling state, without its few scalars."""
+    words = -(-spec.vocab // 32)
+    return 8 * blocks_per_slot + 4 * spec.vocab + 8 * words + 8 * _BIAS_MAX
+
+
+def workspace_bytes(spec: ModelSpec, slots: int, wave_columns: int, threads: int) -> int:
+    """Bytes of the activations of the widest wave. Mixers, MLP and the MTP join never live at the
+    same time, so the largest of them counts."""
+    linear_layers = sum(kind == "linear" for kind in spec.layer_kinds)
+    value_width = spec.lin_value_heads * spec.lin_value_dim
+    query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    heads = _padded(spec.lin_value_heads) if linear_layers else 0
+    conv, value, hidden = _padded(conv_channels(spec)), _padded(value_width), _padded(spec.hidden)
+    widest = max(
+        2 * conv + 2 * value + 5 * heads if linear_layers else 0,
+        _padded(2 * query) + 2 * _padded(kv) + 2 * _padded(query) if kv_layers(spec) else 0,
+        2 * _padded(spec.intermediate),
+        _padded(2 * spec.hidden),
+    )
+    floats = wave_columns * (widest + 5 * hidden)
+    floats += _HEAD_BATCH * (hidden + _padded(spec.vocab)) + hidden
+    kept = min(slots * (1 + _DRAFTS_MAX), wave_columns)
+    floats += kept * linear_layers * (conv + 2 * heads)  # the inputs of rows with drafts
+    floats += (wave_columns + slots) * (spec.rotary_dims if kv_layers(spec) else 0)
+    group = spec.heads // spec.kv_heads
+    tile = _padded(group * spec.head_dim + 2 * group)
+    worker = 32 * tile + 2 * spec.vocab + 3 * _padded(group * spec.head_dim) + 4 * _padded(group)
+    worker += (1 + _DRAFTS_MAX) * (conv + value)
+    return 4 * (floats + threads * worker)
+
+
+def _padded(floats: int) -> int:
+    return -(-floats // 16) * 16

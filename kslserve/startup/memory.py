@@ -1,0 +1,91 @@
+"""The memory plan of a device: what a model, a context and a KV format take, before anything is
+opened."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from kslserve.engine import budget
+from kslserve.engine.model import ModelSpec
+from kslserve.errors import UsageError
+
+CONTEXT_MAX = 1 << 28  # what a block table can span
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryWish:
+    """What the plan is for. memory_bytes: of the device. checkpoints: prefix checkpoints held on
+    the device. wave_columns: prompt columns of a wave; every sequence may add a decoding one."""
+
+    memory_bytes: int
+    context: int
+    kv: str
+    max_seqs: int
+    checkpoints: int = 4
+    block_tokens: int = 128
+    wave_columns: int = 512
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes of each part. A checkpoint is a slab and a private tail block. largest_context: of all
+    sequences at once; 0 when not even one block fits."""
+
+    wish: MemoryWish
+    weights: int
+    workspace: int
+    kv: int
+    kv_token: int
+    slabs: int
+    slab: int
+    checkpoints: int
+    slots: int
+    total: int
+    headroom: int
+    fits: bool
+    largest_context: int
+
+
+def plan_memory(spec: ModelSpec, weight_bytes: int, wish: MemoryWish) -> MemoryPlan:
+    """The plan for a model whose encoded weights take weight_bytes. UsageError for a KV format that
+    does not take its heads."""
+    problem = budget.kv_problem(spec, wish.kv)
+    if problem is not None:
+        raise UsageError(problem)
+    block = budget.block_bytes(spec, wish.kv, wish.block_tokens)
+    slab = budget.slab_bytes(spec, wish.kv)
+    columns = wish.wave_columns + wish.max_seqs
+    workspace = budget.workspace_bytes(spec, wish.max_seqs, columns, threads=1)
+    checkpoints = wish.checkpoints * (slab + block)
+
+    def kv_and_slots(blocks: int) -> tuple[int, int]:
+        """Of `blocks` KV blocks per sequence."""
+        kv = wish.max_seqs * blocks * block
+        return kv, wish.max_seqs * budget.slot_bytes(spec, blocks)
+
+    fixed = weight_bytes + workspace + wish.max_seqs * slab + checkpoints
+    kv, slots = kv_and_slots(math.ceil(wish.context / wish.block_tokens))
+    total = fixed + kv + slots
+    most, least = CONTEXT_MAX // wish.block_tokens + 1, 0
+    while most - least > 1:  # `least` blocks fit or are none, `most` do not fit or are too many
+        middle = (most + least) // 2
+        if fixed + sum(kv_and_slots(middle)) <= wish.memory_bytes:
+            least = middle
+        else:
+            most = middle
+    return MemoryPlan(
+        wish=wish,
+        weights=weight_bytes,
+        workspace=workspace,
+        kv=kv,
+        kv_token=budget.kv_token_bytes(spec, wish.kv),
+        slabs=wish.max_seqs * slab,
+        slab=slab,
+        checkpoints=checkpoints,
+        slots=slots,
+        total=total,
+        headroom=wish.memory_bytes - total,
+        fits=total <= wish.memory_bytes,
+        largest_context=least * wish.block_tokens,
+    )
