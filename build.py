@@ -4,6 +4,8 @@ wheels.
 Hooks: build_wheel, build_sdist, build_editable and their get_requires. As a program:
 
     python build.py native [FOLDER]   compile the extension into FOLDER (default build/)
+    python build.py cuda [FOLDER] [--arch LIST]   compile libksl_cuda.so (needs nvcc) into FOLDER
+                                      (default build/); LIST: sm_90a,sm_120a
     python build.py abi               write the header's hash into kslserve/engine/abi.py
 
 Use `pip wheel .`; `python -m build` run from this folder would import this file instead of that
@@ -36,6 +38,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent
 BUILD = ROOT / "build"
 EXTENSION = "_kslserve.abi3.so"
+CUDA_LIBRARY = "libksl_cuda.so"
+CUDA_ARCHES = ("sm_90a", "sm_120a")
 EPOCH = (1980, 1, 1, 0, 0, 0)  # fixed, so that equal sources make equal archives
 
 COMMON_FLAGS = [
@@ -48,6 +52,11 @@ ISA_FLAGS = {
     "isa_avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vbmi", "-mfma",
                    "-mf16c", "-mprefer-vector-width=512"],
 }  # fmt: skip
+# No contraction behind the source's back: sums and sampling must have the same bits everywhere.
+CUDA_FLAGS = [
+    "-std=c++17", "-O3", "-fmad=false",
+    "-Xcompiler", "-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-Wall,-Wextra",
+]  # fmt: skip
 SDIST_FOLDERS = ("kslserve", "native", "tests", "bench", ".ci")
 SDIST_FILES = (
     "pyproject.toml", "build.py", "README.md", "ARCHITECTURE.md", "CHANGELOG.md", "LICENSE",
@@ -155,6 +164,67 @@ def compile_extension(folder: Path) -> Path:
     undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
     scratch = folder / f"{EXTENSION}.{os.getpid()}.tmp"
     _run([*compiler, "-shared", "-pthread", *undefined, *map(str, built), "-o", str(scratch)])
+    scratch.replace(target)
+    return target
+
+
+def _nvcc() -> str:
+    found = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    if found is None:
+        raise SystemExit("the CUDA library needs NVIDIA's compiler: nvcc is not on the PATH.")
+    return found
+
+
+def compile_cuda(folder: Path, arches: tuple[str, ...] = CUDA_ARCHES) -> Path:
+    """Compile and link the CUDA library into `folder`; unchanged objects come from build/obj."""
+    abi = _abi()
+    header = abi.header_hash(ROOT)
+    if header != abi.ABI_HASH:
+        raise SystemExit("kslserve/engine/abi.py is for another ksl.h: run `python build.py abi`.")
+    nvcc = _nvcc()
+    objects = BUILD / "obj"
+    objects.mkdir(parents=True, exist_ok=True)
+    stamp = [
+        f'-DKSL_ABI_HASH="{header}"',
+        f'-DKSL_VERSION="{_project()["version"]}"',
+        f'-DKSL_SOURCE_DIGEST="{abi.source_digest(ROOT)}"',
+    ]
+    targets = []
+    for arch in arches:
+        number = arch.removeprefix("sm_")
+        targets.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+    digest = hashlib.sha256(_headers_digest().encode())
+    for path in sorted((ROOT / "native/cuda").rglob("*.cuh")):
+        digest.update(path.read_bytes())
+    headers = digest.hexdigest()
+
+    def build_object(source: Path) -> Path:
+        if source.suffix == ".cu":
+            command = [nvcc, *CUDA_FLAGS, *targets]
+        else:
+            command = [*_compiler(), *COMMON_FLAGS, *(stamp if source.stem == "abi" else [])]
+        command += ["-I", str(ROOT / "native/include")]
+        name = source.relative_to(ROOT / "native").as_posix().replace("/", "_")
+        key = hashlib.sha256(
+            "\0".join([headers, *command]).encode() + source.read_bytes()
+        ).hexdigest()[:24]
+        target = objects / f"{name}-{key}.o"
+        if not target.exists():
+            scratch = target.with_suffix(f".{os.getpid()}.tmp")
+            _run([*command, "-c", str(source), "-o", str(scratch)])
+            scratch.replace(target)
+        return target
+
+    sources = sorted((ROOT / "native/common").glob("*.cc")) + sorted(
+        (ROOT / "native/cuda").rglob("*.cu")
+    )
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as workers:
+        built = list(workers.map(build_object, sources))
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / CUDA_LIBRARY
+    scratch = folder / f"{CUDA_LIBRARY}.{os.getpid()}.tmp"
+    _run([nvcc, "-shared", "-cudart", "static", "-Xcompiler", "-pthread", *targets,
+          *map(str, built), "-o", str(scratch)])  # fmt: skip
     scratch.replace(target)
     return target
 
@@ -311,6 +381,15 @@ def main(arguments: list[str]) -> None:
             print(compile_extension(BUILD))
         case ["native", folder]:
             print(compile_extension(Path(folder)))
+        case ["cuda", *rest]:
+            arches = CUDA_ARCHES
+            if "--arch" in rest and rest.index("--arch") + 1 < len(rest):
+                at = rest.index("--arch")
+                arches = tuple(rest[at + 1].split(","))
+                del rest[at : at + 2]
+            if len(rest) > 1:
+                raise SystemExit(__doc__)
+            print(compile_cuda(Path(rest[0]) if rest else BUILD, arches))
         case ["abi"]:
             _write_abi_hash()
         case _:

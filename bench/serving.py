@@ -59,7 +59,7 @@ async def ask(port: int, data: bytes) -> tuple[float, float, dict[str, int]]:
 
 def metric(port: int, name: str) -> float:
     text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
-    return float(re.search(rf"^ksl_{name} (\S+)$", text, re.M)[1])  # type: ignore[index]
+    return float(re.search(rf"^kslserve_{name} (\S+)$", text, re.M)[1])  # type: ignore[index]
 
 
 def median(values: list[float]) -> float:
@@ -81,14 +81,14 @@ async def measure(port: int, args: argparse.Namespace, report: Report) -> None:
         engine_ms=median(waves), ratio=median(firsts) / median(waves), of="engine prefill time",
     )  # fmt: skip
     for streams in (int(s) for s in args.streams.split(",")):
-        before = (metric(port, "wave_ms_sum"), metric(port, "tokens_output_total"))
+        before = (metric(port, "wave_ms_sum"), metric(port, 'tokens_total{kind="generated"}'))
         began = time.perf_counter()
         await asyncio.gather(
             *(ask(port, body(20, args.tokens, 1000 * streams + s)) for s in range(streams))
         )
         wall = time.perf_counter() - began
         engine_s = (metric(port, "wave_ms_sum") - before[0]) / 1e3
-        tokens = metric(port, "tokens_output_total") - before[1]
+        tokens = metric(port, 'tokens_total{kind="generated"}') - before[1]
         report.add(
             "decode_http", streams=streams, tok_s=tokens / wall, engine_tok_s=tokens / engine_s,
             ratio=engine_s / wall, of="engine rate",

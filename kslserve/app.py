@@ -19,14 +19,19 @@ from typing import Any, TextIO, TypeVar
 
 from kslserve import __version__, config, log
 from kslserve.api import handlers
+from kslserve.api.messages_parse import DefaultThinking
 from kslserve.config import Settings
 from kslserve.engine.types import Engine
 from kslserve.errors import EngineError, UsageError
 from kslserve.http.router import Router
 from kslserve.http.server import Address, HttpLimits, HttpServer
 from kslserve.metrics import Metrics
+from kslserve.sched.cache.diskthread import DiskThread
+from kslserve.sched.cache.saves import CachePolicy
+from kslserve.sched.cache.tiers import Disk
 from kslserve.sched.scheduler import SchedLimits, Scheduler
 from kslserve.service.prepare import Preparer
+from kslserve.service.recoveries import Recoveries
 from kslserve.service.service import Service
 from kslserve.service.state import Phase, ServerState
 from kslserve.startup.backend import Backend, open_backend
@@ -36,6 +41,7 @@ EXIT_OK = 0
 EXIT_FATAL = 70
 _FLUSH_S = 2.0  # for the last bytes of open responses
 _ABORT_S = 0.5
+_CACHE_FLUSH_S = 10.0  # for checkpoints on their way to disk
 _STOP_SLACK_S = 10.0  # beyond the grace time, for the wave in flight
 
 _log = log.get("app")
@@ -49,6 +55,7 @@ class App:
     def __init__(self, settings: Settings, *, out: TextIO | None = None) -> None:
         self.settings = settings
         self.metrics = Metrics()
+        self._recoveries = Recoveries(self.metrics, settings.drift_corpus)
         self.state = ServerState()
         self.address = Address()
         self._out = out or sys.stdout
@@ -63,6 +70,7 @@ class App:
             self.metrics,
             heartbeat_s=settings.heartbeat_s,
             version=__version__,
+            messages_thinking=DefaultThinking(settings.messages_default_thinking),
         )
         self._server = HttpServer(
             self._router, _http_limits(settings), self.metrics, log.get("http")
@@ -70,6 +78,7 @@ class App:
         self._watchdog = Watchdog(settings.watchdog_loop_s, settings.watchdog_wave_s, self._stalled)
         self._trips = self.metrics.counter("watchdog_trips_total", "Stalls of the engine seen")
         self.engine: Engine | None = None
+        self._disk_thread: DiskThread | None = None
         self._service: Service | None = None
         self._end: asyncio.Future[int] | None = None
 
@@ -153,6 +162,12 @@ class App:
             self.metrics,
             on_fatal=self._fatal,
         )
+        if backend.disk is not None and backend.scan is not None:
+            self._disk_thread = DiskThread()
+            scheduler.use_disk(
+                Disk(backend.disk, self._disk_thread, settings.prefix_cache_disk_bytes),
+                backend.scan,
+            )
         scheduler.start()
         self._service = self.state.service = Service(
             backend.model,
@@ -166,6 +181,8 @@ class App:
             ),
             scheduler,
             self.metrics,
+            recoveries=self._recoveries,
+            test_hooks=settings.test_hooks,
         )
         self._watchdog.watch(backend.engine.progress)
         # What lives as long as the process need not be looked at by every collection.
@@ -192,7 +209,10 @@ class App:
         await self._server.close(_FLUSH_S)
         if service is not None:
             service.close()
+            await service.scheduler.flush(_CACHE_FLUSH_S)
             service.scheduler.close()
+        if self._disk_thread is not None:
+            self._disk_thread.close()
         if self.engine is not None:
             self.engine.close()
         self._watchdog.stop()
@@ -292,6 +312,9 @@ def _http_limits(settings: Settings) -> HttpLimits:
 
 
 def _sched_limits(settings: Settings, context: int) -> SchedLimits:
+    cache = None
+    if settings.prefix_cache:
+        cache = CachePolicy(host_bytes=settings.prefix_cache_host_bytes)
     return SchedLimits(
         max_seqs=settings.max_seqs,
         max_queue=settings.max_queue,
@@ -301,4 +324,6 @@ def _sched_limits(settings: Settings, context: int) -> SchedLimits:
         queue_timeout_s=settings.queue_timeout_s,
         request_timeout_s=settings.request_timeout_s,
         context=context,
+        cache=cache,
+        submit_ahead=settings.submit_ahead,
     )

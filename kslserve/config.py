@@ -1,8 +1,9 @@
-"""The one settings table: flags, environment, file keys and the documentation derive from `Settings`.
+"""The one settings table: flags, environment, file keys and the documentation derive from
+`Settings`.
 
-Precedence: defaults < file of --config (TOML, keys with underscores) < environment (`KSL_` + the flag
-in capitals) < flags. An unknown key or a bad value raises UsageError with one sentence. This is the
-only module that reads the environment.
+Precedence: defaults < file of --config (TOML, keys with underscores) < environment (`KSL_` + the
+flag in capitals) < flags. An unknown key or a bad value raises UsageError with one sentence. This
+is the only module that reads the environment.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ AUTO = -1  # the parsed value of "auto" where a number is meant
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """How one setting reads. kind: str, int, float, switch, bytes, list, choice. auto: the word `auto`
-    is allowed and becomes AUTO. later: names the feature that the setting belongs to and that this
-    version lacks; any value but the default is refused."""
+    """How one setting reads. kind: str, int, float, switch, bytes, list, choice. auto: the word
+    `auto` is allowed and becomes AUTO. later: names the feature that the setting belongs to and
+    that this version lacks; any value but the default is refused."""
 
     kind: str
     help: str
@@ -45,20 +46,23 @@ def _s(default: Any, kind: str, help: str, **more: Any) -> Any:
 
 
 _SPEC = "speculation"
-_APC = "the prefix cache"
 _CUDA = "the CUDA backend"
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Every setting. Names with `_s` are seconds, `_ms` milliseconds, `_tokens` tokens, `_bytes` bytes.
-    0 means none where a bound is meant. Paths are strings, empty for none."""
+    """Every setting. Names with `_s` are seconds, `_ms` milliseconds, `_tokens` tokens, `_bytes`
+    bytes. 0 means none where a bound is meant. Paths are strings, empty for none."""
 
     host: str = _s("127.0.0.1", "str", "address to listen on")
     port: int = _s(8100, "int", "port to listen on; 0 picks a free one", low=0, high=65535)
     uds: str = _s("", "str", "path of a Unix socket to listen on instead of host and port")
-    model: str = _s("ksl-nano", "str", "model file or folder, `synth:SHAPE`, or the bundled `ksl-nano`")
-    model_dir: str = _s("", "str", "folder with tokenizer, template and configs for `synth:` models")
+    model: str = _s(
+        "ksl-nano", "str", "model file or folder, `synth:SHAPE`, or the bundled `ksl-nano`"
+    )
+    model_dir: str = _s(
+        "", "str", "folder with tokenizer, template and configs, for KSL1 files and `synth:`"
+    )
     weights: str = _s(
         "auto", "choice", "weight encoding; auto: a container's own, else fp6",
         choices=("auto", "fp6", "nvfp4", "nvfp4-mlp", "bf16"),
@@ -72,7 +76,8 @@ class Settings:
     )  # fmt: skip
     device: str = _s("auto", "choice", "backend", choices=("auto", "cpu", "cuda"))
     engine: str = _s(
-        "native", "choice", "engine; scripted and fake need no model", choices=("native", "scripted", "fake")
+        "native", "choice", "engine; scripted and fake need no model",
+        choices=("native", "scripted", "fake"),
     )  # fmt: skip
     script: str = _s("", "str", "script file of the scripted engine")
     cpu: str = _s(
@@ -84,7 +89,9 @@ class Settings:
     context: int = _s(
         AUTO, "int", "window of a request in tokens; auto: the model's maximum", low=16, auto=True
     )
-    kv: str = _s("auto", "choice", "KV format; auto: bf16 on the CPU", choices=("auto", "f32", "bf16"))
+    kv: str = _s(
+        "auto", "choice", "KV format; auto: bf16 on the CPU", choices=("auto", "f32", "bf16")
+    )
     kv_tokens: int = _s(
         AUTO, "int", "size of the KV pool in tokens; auto: what memory allows", low=16, auto=True
     )
@@ -95,12 +102,17 @@ class Settings:
     decode_gap_ms: float = _s(
         250.0, "float", "longest gap of a decoding sequence beside prompts", low=1
     )
-    submit_ahead: bool = _s(False, "switch", "keep a second wave in the ring", later="submit-ahead")
-    prefix_cache: bool = _s(False, "switch", "keep checkpoints and adopt them", later=_APC)
-    prefix_cache_slabs: int = _s(AUTO, "int", "device slabs for checkpoints", auto=True, later=_APC)
-    prefix_cache_host_bytes: int = _s(0, "bytes", "host tier of the prefix cache", later=_APC)
-    prefix_cache_dir: str = _s("", "str", "folder of the disk tier", later=_APC)
-    prefix_cache_disk_bytes: int = _s(20 << 30, "bytes", "budget of the disk tier", later=_APC)
+    submit_ahead: bool = _s(False, "switch", "keep a second wave in the engine's ring")
+    prefix_cache: bool = _s(
+        True, "switch", "keep checkpoints of prompts and answers and adopt them"
+    )
+    prefix_cache_slabs: int = _s(
+        AUTO, "int", "device slabs for checkpoints; auto: what memory allows", low=0, high=4096,
+        auto=True,
+    )  # fmt: skip
+    prefix_cache_host_bytes: int = _s(0, "bytes", "host tier of the prefix cache; 0: none")
+    prefix_cache_dir: str = _s("", "str", "folder of the prefix cache's disk tier")
+    prefix_cache_disk_bytes: int = _s(20 << 30, "bytes", "budget of the disk tier")
     speculation: str = _s(
         "off", "choice", "drafting", choices=("off", "ngram", "mtp", "auto"), later=_SPEC
     )
@@ -111,15 +123,16 @@ class Settings:
     preserve_thinking: bool = _s(True, "switch", "keep the reasoning of the history in the prompt")
     messages_default_thinking: str = _s(
         "hidden", "choice", "Messages requests without `thinking`", choices=("off", "hidden", "on"),
-        later="the Messages dialect",
     )  # fmt: skip
-    drift_corpus: str = _s("", "str", "file that collects tool-call recoveries", later="the drift corpus")
+    drift_corpus: str = _s("", "str", "file that collects tool-call recoveries")
     max_requests: int = _s(256, "int", "requests in the server at once", low=1)
     max_queue: int = _s(128, "int", "requests waiting for a slot; more are refused with 429", low=0)
     max_body_bytes: int = _s(32 << 20, "bytes", "largest request body", low=1024)
     queue_timeout_s: float = _s(300.0, "float", "longest wait for a slot (503)", low=0)
     request_timeout_s: float = _s(0.0, "float", "longest life of a request (504)", low=0)
-    io_timeout_s: float = _s(30.0, "float", "longest time for a head, and between parts of a body", low=0)
+    io_timeout_s: float = _s(
+        30.0, "float", "longest time for a head, and between parts of a body", low=0
+    )
     idle_timeout_s: float = _s(75.0, "float", "keep-alive of an idle connection", low=0)
     write_timeout_s: float = _s(60.0, "float", "a reader that takes nothing is closed", low=0)
     heartbeat_s: float = _s(10.0, "float", "longest silence of an open stream", low=0.05)
@@ -135,7 +148,9 @@ class Settings:
         "info", "choice", "log level", choices=("debug", "info", "warning", "error")
     )
     test_hooks: bool = _s(False, "switch", "forced output and fault hooks, for tests")
-    test_bf16_dir: str = _s("", "str", "folder of the bf16 ksl-nano for its optional test", flag=False)
+    test_bf16_dir: str = _s(
+        "", "str", "folder of the bf16 ksl-nano for its optional test", flag=False
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +231,9 @@ def _parse(label: str, entry: tuple[Spec, Any], raw: Any) -> Any:
     spec, default = entry
     value = _convert(label, spec, raw)
     if spec.later is not None and value != default:
-        raise UsageError(f"{label}: {spec.later} is not part of this version; leave it at its default.")
+        raise UsageError(
+            f"{label}: {spec.later} is not part of this version; leave it at its default."
+        )
     numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
     if numeric and not (spec.auto and value == AUTO):
         if spec.low is not None and value < spec.low:
@@ -328,7 +345,7 @@ def describe(loaded: Loaded) -> str:
     """The merged settings with their sources, as TOML with comments (for --print-config). Keys are
     not shown."""
     lines = []
-    for name, (spec, default) in specs().items():
+    for name, (spec, _) in specs().items():
         value = getattr(loaded.settings, name)
         source = loaded.sources[name]
         if name == "api_key" and value:

@@ -10,7 +10,7 @@ import bisect
 from collections.abc import Sequence
 from typing import TypeVar
 
-PREFIX = "ksl_"
+PREFIX = "kslserve_"
 
 
 class Counter:
@@ -56,19 +56,21 @@ class Histogram:
         self.count = 0
         self.sum = 0.0
 
-    def observe(self, value: float) -> None:
-        self.counts[bisect.bisect_left(self.bounds, value)] += 1
-        self.count += 1
-        self.sum += value
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect.bisect_left(self.bounds, value)] += times
+        self.count += times
+        self.sum += value * times
 
 
 class Labelled:
-    """Counters of one name, one per value of one label; made at first use of a value."""
+    """Counters (or, by `kind`, gauges) of one name, one per value of one label; made at first use
+    of a value."""
 
-    __slots__ = ("label", "series")
+    __slots__ = ("kind", "label", "series")
 
-    def __init__(self, label: str) -> None:
+    def __init__(self, label: str, kind: str = "counter") -> None:
         self.label = label
+        self.kind = kind
         self.series: dict[str, Counter] = {}
 
     def __getitem__(self, value: str) -> Counter:
@@ -97,8 +99,8 @@ class Metrics:
     def histogram(self, name: str, help: str, buckets: Sequence[float]) -> Histogram:
         return self._get(name, help, Histogram(buckets))
 
-    def labelled(self, name: str, help: str, label: str) -> Labelled:
-        return self._get(name, help, Labelled(label))
+    def labelled(self, name: str, help: str, label: str, kind: str = "counter") -> Labelled:
+        return self._get(name, help, Labelled(label, kind))
 
     def _get(self, name: str, help: str, fresh: M) -> M:
         known = self._metrics.setdefault(name, (help, fresh))[1]
@@ -122,7 +124,7 @@ class Metrics:
                 lines.append(f"{full}_sum {metric.sum:g}")
                 lines.append(f"{full}_count {metric.count}")
             elif isinstance(metric, Labelled):
-                lines.append(f"# TYPE {full} counter")
+                lines.append(f"# TYPE {full} {metric.kind}")
                 for value, counter in sorted(metric.series.items()):
                     lines.append(
                         f'{full}{{{metric.label}="{_escape(value)}"}} {counter.value:.15g}'

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 
@@ -12,8 +13,13 @@ from kslserve.core.sampling import SamplingParams
 from kslserve.core.usage import FinishReason
 from kslserve.engine.fake import FakeEngine, Faults, VirtualClock
 from kslserve.engine.model import PoolSizes
+from kslserve.engine.types import Ids
 from kslserve.errors import KslError
 from kslserve.metrics import Metrics
+from kslserve.sched.cache.checkpoint import Kind
+from kslserve.sched.cache.diskstore import DiskCopy, DiskStore, Found, Scan
+from kslserve.sched.cache.hosttier import Image
+from kslserve.sched.cache.tiers import Disk
 from kslserve.sched.scheduler import Job, SchedLimits, Scheduler, Sequence
 
 SIZES = PoolSizes(
@@ -32,13 +38,15 @@ class Recorder:
         self.batches: list[int] = []
         self.logprobs: list[list[tuple[int, float]]] = []
         self.admitted_count = 0
+        self.cached_tokens = 0
         self.reason: FinishReason | None = None
         self.error: KslError | None = None
 
-    def admitted(self) -> None:
+    def admitted(self, cached_tokens: int) -> None:
         assert self.admitted_count == 0
         assert self.reason is None
         self.admitted_count += 1
+        self.cached_tokens = cached_tokens
         self._call("admitted")
 
     def tokens(self, ids: list[int], logprobs: list[list[tuple[int, float]]] | None) -> None:
@@ -62,13 +70,71 @@ class Recorder:
             self.hook(event, self)
 
 
+class MemoryStore:
+    """A DiskStore without a disk. broken: names of methods that raise OSError."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, tuple[Ids, Kind, Image, list[Image]]] = {}
+        self.broken: set[str] = set()
+
+    def scan(self) -> Scan:
+        found = [
+            Found(self._copy(name), kind, tokens)
+            for name, (tokens, kind, _, _) in self.files.items()
+        ]
+        return Scan(found, [], 0)
+
+    def write(self, tokens: Ids, kind: Kind, slab: Image, blocks: list[Image]) -> DiskCopy:
+        if "write" in self.broken:
+            raise OSError("no space")
+        name = tokens.tobytes().hex()
+        self.files[name] = tokens.copy(), kind, slab.copy(), [b.copy() for b in blocks]
+        return self._copy(name)
+
+    def read(self, copy: DiskCopy, tokens: Ids) -> tuple[Image, list[Image]]:
+        if "read" in self.broken:
+            raise OSError("bad sector")
+        found, _, slab, blocks = self.files[copy.path.name]
+        assert np.array_equal(found, tokens)
+        return slab.copy(), [b.copy() for b in blocks]
+
+    def remove(self, copy: DiskCopy) -> None:
+        self.files.pop(copy.path.name, None)
+
+    def _copy(self, name: str) -> DiskCopy:
+        _, _, slab, blocks = self.files[name]
+        return DiskCopy(Path(name), slab.nbytes + sum(b.nbytes for b in blocks), 0.0)
+
+
+class VirtualDisk:
+    """Work takes 10 ms of virtual time, one piece after the other."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self._clock = clock
+        self._free_at = 0.0
+
+    def run(self, work: Callable[[], Any], done: Callable[[Any, Exception | None], None]) -> None:
+        def body() -> None:
+            try:
+                result = work()
+            except OSError as error:
+                done(None, error)
+            else:
+                done(result, None)
+
+        self._free_at = max(self._free_at, self._clock.now()) + 0.01
+        self._clock.call_later(self._free_at - self._clock.now(), body)
+
+
 @dataclass
 class World:
-    """sizes, limits: overridable; engine options go to FakeEngine."""
+    """sizes, limits: overridable; engine options go to FakeEngine. store: of a disk tier."""
 
     sizes: PoolSizes = SIZES
     limits: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    store: MemoryStore | None = None
+    disk_bytes: int = 1 << 40
 
     def __post_init__(self) -> None:
         self.clock = VirtualClock()
@@ -96,6 +162,9 @@ class World:
             call_later=self.clock.call_later,
             on_fatal=self.fatal.append,
         )
+        if self.store is not None:
+            disk = Disk(cast(DiskStore, self.store), VirtualDisk(self.clock), self.disk_bytes)
+            self.scheduler.use_disk(disk, self.store.scan())
         self.scheduler.start()
 
     def submit(self, new: Job, hook: Callable[[str, Recorder], None] | None = None) -> Recorder:
@@ -113,7 +182,10 @@ class World:
             self.scheduler.check()
 
     def check_all_free(self) -> None:
-        """Nothing is held, queued or in flight."""
+        """Nothing is held but by the cache, and nothing at all once that is cleared; nothing is
+        queued or in flight."""
+        self.scheduler.check()
+        self.scheduler.cache.clear()
         self.scheduler.check()
         snapshot = self.scheduler.snapshot()
         assert self.scheduler.idle

@@ -31,7 +31,7 @@ from kslserve.core.events import (
 from kslserve.core.usage import FinishReason, Usage
 from kslserve.errors import KslError
 
-_FINISH = {
+FINISH = {
     FinishReason.STOP: "stop",
     FinishReason.STOP_STRING: "stop",
     FinishReason.CANCELLED: "stop",
@@ -101,7 +101,7 @@ class _Head:
 
 
 class ChatEncoder:
-    """The stream of one response. `seed` is set once known, before the last events."""
+    """The stream of one response."""
 
     __slots__ = ("_begun", "_delta", "_head", "_include_usage")
 
@@ -115,7 +115,7 @@ class ChatEncoder:
             + b',"choices":[{"index":0,"delta":{'
         )
 
-    def set_seed(self, seed: int) -> None:
+    def attach(self, seed: int, usage: Usage) -> None:
         self._head.seed = seed
 
     def encode(self, events: Sequence[Event]) -> bytes:
@@ -197,7 +197,7 @@ class ChatEncoder:
         head = self._head
         last = {
             **head.fields("chat.completion.chunk"),
-            "choices": [{"index": 0, "delta": {}, "finish_reason": _FINISH[event.reason]}],
+            "choices": [{"index": 0, "delta": {}, "finish_reason": FINISH[event.reason]}],
             **head.extension(),
         }
         frames = b"data: " + orjson.dumps(last) + b"\n\n"
@@ -233,7 +233,7 @@ class ChatCollector:
         self._arguments: list[list[str]] = []
         self._logprobs: list[TokenLogprob] = []
 
-    def set_seed(self, seed: int) -> None:
+    def attach(self, seed: int, usage: Usage) -> None:
         self._head.seed = seed
 
     def fold(self, events: Sequence[Event]) -> Finished | Failed | None:
@@ -282,7 +282,7 @@ class ChatCollector:
             "index": 0,
             "message": message,
             "logprobs": logprobs,
-            "finish_reason": _FINISH[finished.reason],
+            "finish_reason": FINISH[finished.reason],
         }
         return orjson.dumps(
             {

@@ -130,7 +130,12 @@ def _tool(entry: Fields) -> ToolSpec:
         function.refuse("name", "must be a name without angle brackets and line breaks")
     function.text("description")
     parameters = function.object("parameters")
-    return ToolSpec(name, entry.value, {} if parameters is None else parameters.value)
+    return ToolSpec(
+        name,
+        entry.value,
+        {} if parameters is None else parameters.value,
+        strict=function.boolean("strict") or False,
+    )
 
 
 def tool_choice_of(body: Fields, tools: tuple[ToolSpec, ...]) -> tuple[ToolChoice, str | None]:

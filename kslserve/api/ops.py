@@ -43,6 +43,8 @@ class Ops:
         reply.send(200, orjson.dumps(self._health(), option=orjson.OPT_APPEND_NEWLINE))
 
     async def metrics(self, request: Request, reply: Reply) -> None:
+        if self._state.service is not None:
+            self._state.service.scheduler.snapshot()  # brings its gauges up to date
         reply.send(200, self._metrics.render().encode(), "text/plain; version=0.0.4; charset=utf-8")
 
     async def root(self, request: Request, reply: Reply) -> None:

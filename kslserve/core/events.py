@@ -1,7 +1,8 @@
 """What a model did, in order. Parsers make these; each dialect encodes them. No wire format here.
 
 Order in one generation: Started, then any of ReasoningDelta, TextDelta and tool call triples
-(ToolCallStart, ToolCallDelta*, ToolCallEnd; calls do not overlap), then Finished or Failed.
+(ToolCallStart, ToolCallDelta*, ToolCallEnd; calls do not overlap), then Finished or Failed. Text
+completions of several prompts come as CompletionDelta and CompletionEnd between the same two ends.
 """
 
 from __future__ import annotations
@@ -67,6 +68,37 @@ class ToolCallEnd:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """One position of a text completion. logprob: None at the first position of a text. offset: of
+    its text, in characters. top: (token bytes, log-probability) of the most likely ones, the token
+    itself included."""
+
+    token: bytes
+    logprob: float | None
+    offset: int
+    top: tuple[tuple[bytes, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionDelta:
+    """A piece of text completion number `index`. ids: its tokens; scores: one for each of them,
+    where asked for. prompt: the piece is the prompt repeated."""
+
+    index: int
+    text: str
+    ids: tuple[int, ...] = ()
+    scores: tuple[ScoredToken, ...] = ()
+    prompt: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionEnd:
+    index: int
+    reason: FinishReason
+    stop_string: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """stop_string: the matched one, if that ended the generation."""
 
@@ -89,6 +121,8 @@ Event = (
     | ToolCallStart
     | ToolCallDelta
     | ToolCallEnd
+    | CompletionDelta
+    | CompletionEnd
     | Finished
     | Failed
 )

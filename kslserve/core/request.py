@@ -1,5 +1,5 @@
-"""Request: what a client asked, in one shape for every dialect. Plain values; equal requests compare
-equal."""
+"""Request: what a client asked, in one shape for every dialect. Plain values; equal requests
+compare equal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a past assistant turn. arguments: the parsed JSON object, keys in received order."""
+    """A call of a past assistant turn. arguments: the JSON object, keys in received order."""
 
     call_id: str
     name: str
@@ -41,11 +41,15 @@ class Message:
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
     """A tool on offer. definition: the object the template prints, `{"type": "function",
-    "function": {...}}`, exactly as passed. parameters: its JSON Schema, {} when none came."""
+    "function": {...}}`, exactly as passed. parameters: its JSON Schema, {} when none came.
+    deferred: not printed with the other tools, since the messages bring it in where it is known.
+    strict: arguments must be exactly what the schema allows."""
 
     name: str
     definition: dict[str, Any]
     parameters: dict[str, Any]
+    deferred: bool = False
+    strict: bool = False
 
 
 class ToolChoice(enum.Enum):
@@ -55,12 +59,25 @@ class ToolChoice(enum.Enum):
     NAMED = "named"
 
 
+@dataclass(frozen=True, slots=True)
+class ResponseFormat:
+    """What the visible answer must be: JSON of a schema, by default any object. strict: a keyword
+    of the schema that cannot be enforced is an error, else it is left out. path: of the schema in
+    the body, for messages."""
+
+    schema: Any = field(default_factory=lambda: {"type": "object"})
+    strict: bool = False
+    path: str = "response_format"
+
+
 @dataclass(slots=True)
 class Request:
     """model: as sent, echoed back. thinking: None renders the template's default (on). effort: None
     renders like `medium`. template_vars: further template variables the client named. max_tokens:
     None means up to the window. ignore_eos: the model's own end of turn does not stop it. priority:
-    lower runs first."""
+    lower runs first. reasoning_budget: most tokens of reasoning, None for no such limit. force: the
+    answer that the model must give, end tags and calls as it would write them; only for servers
+    with test hooks. response_format: None for text."""
 
     model: str
     messages: tuple[Message, ...]
@@ -79,3 +96,6 @@ class Request:
     preserve_thinking: bool | None = None
     template_vars: dict[str, Any] = field(default_factory=dict)
     priority: int = 0
+    reasoning_budget: int | None = None
+    response_format: ResponseFormat | None = None
+    force: str | None = None

@@ -57,6 +57,4 @@ def _check(name: str, value: float, low: float, high: float, *, above: bool = Fa
     """Raise InvalidRequest unless low <= value <= high (low < value with `above`)."""
     if not math.isfinite(value) or value < low or value > high or (above and value == low):
         relation = "above" if above else "at least"
-        raise InvalidRequest(
-            f"{name} must be {relation} {low:g} and at most {high:g}.", param=name
-        )
+        raise InvalidRequest(f"{name} must be {relation} {low:g} and at most {high:g}.", param=name)

@@ -111,7 +111,7 @@ class FakeEngine:
         self._waiting: deque[Done] = deque()
         self._busy_until = 0.0
         self._submits = self._submitted = self._completed = self._last_id = 0
-        self._closed = False
+        self._closed = self._doomed = False
         self._poison: str | None = None
         positions = sizes.blocks_per_slot * sizes.block_tokens
         self._info = EngineInfo(
@@ -163,7 +163,8 @@ class FakeEngine:
         # Results depend on nothing that happens later, so they are made now: the caller may change
         # the wave after this call.
         fatal = wave.id in self.faults.fatal
-        rows = [] if fatal else self.state.run(wave)
+        self._doomed = self._doomed or fatal  # waves behind a fatal one never run
+        rows = [] if self._doomed else self.state.run(wave)
         now = self._now()
         start = max(now, self._busy_until)
         end = start + self._duration(wave, sum(row.n for row in wave.rows))

@@ -26,7 +26,12 @@ from kslserve.errors import EngineError, EnginePoisoned, ModelFileError
 
 check_sizes(ffi, lib)
 
-KV_FORMATS = {"f32": lib.KSL_KV_F32, "bf16": lib.KSL_KV_BF16}
+KV_FORMATS = {
+    "f32": lib.KSL_KV_F32,
+    "bf16": lib.KSL_KV_BF16,
+    "fp8": lib.KSL_KV_FP8,
+    "q4": lib.KSL_KV_Q4,
+}
 ISAS = {
     "auto": lib.KSL_ISA_AUTO,
     "scalar": lib.KSL_ISA_SCALAR,
@@ -45,14 +50,22 @@ def isa_names() -> tuple[str, ...]:
 class NativeEngine:
     """Made by `open`. Methods are for one thread, except `progress`."""
 
-    def __init__(self, handle: Any, spec: ModelSpec, pools: PoolSizes, kv_format: str) -> None:
+    def __init__(
+        self,
+        handle: Any,
+        spec: ModelSpec,
+        pools: PoolSizes,
+        kv_format: str,
+        library: Any = lib,
+    ) -> None:
         self._handle = handle
+        self._lib = library
         self._handle_lock = threading.Lock()  # progress is for any thread, close frees the handle
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_done: Callable[[Done], None] | None = None
         self._pending: dict[int, Pending] = {}  # by wave id, in order of submission
         self._rows: list[RowDone] = []  # of the wave that is being read
-        self._info = _info(handle, pools, kv_format)
+        self._info = _info(library, handle, pools, kv_format)
         self._final: Progress | None = None
         self._error = ffi.new("ksl_error *")
         # All records of a full ring at once.
@@ -77,9 +90,11 @@ class NativeEngine:
         nice: int = 0,
         test_hooks: bool = False,
         fail_alloc_at: int = 0,
+        library: Any = lib,
     ) -> NativeEngine:
         """Repack all weights and allocate all pools; may take long and is safe in a worker thread.
 
+        library: the one with the backend, `_kslserve.lib` (CPU) or a `CudaLibrary`.
         Raises ModelFileError for tensors, dimensions or sizes that the engine refuses and
         EngineError when memory is out, with the native text.
         """
@@ -95,12 +110,12 @@ class NativeEngine:
         for entry, tensor in zip(table, tensors, strict=False):
             _fill_tensor(entry, tensor, keep)
         handle, error = ffi.new("ksl_engine **"), ffi.new("ksl_error *")
-        code = lib.ksl_open(config, table, len(tensors), handle, error)
+        code = library.ksl_open(config, table, len(tensors), handle, error)
         if code == lib.KSL_INVALID:
             raise ModelFileError(_sentence(error))
         if code != lib.KSL_OK:
             raise EngineError(_sentence(error))
-        return cls(handle[0], spec, pools, kv_format)
+        return cls(handle[0], spec, pools, kv_format, library)
 
     @property
     def info(self) -> EngineInfo:
@@ -111,13 +126,13 @@ class NativeEngine:
             raise EngineError("The engine was started before, or is closed.")
         self._on_done = on_done
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(lib.ksl_event_fd(self._handle), self._drain)
+        self._loop.add_reader(self._lib.ksl_event_fd(self._handle), self._drain)
 
     def submit(self, wave: Wave) -> bool:
         if self._handle is None:
             raise EngineError("The engine is closed.")
         pointer, pending, keep = self._packer.pack(wave)
-        code = lib.ksl_submit(self._handle, pointer, self._error)
+        code = self._lib.ksl_submit(self._handle, pointer, self._error)
         del keep
         if code == lib.KSL_OK:
             self._pending[wave.id] = pending
@@ -133,7 +148,7 @@ class NativeEngine:
                 assert self._final is not None
                 return self._final
             progress = ffi.new("ksl_progress *")
-            lib.ksl_get_progress(self._handle, progress)
+            self._lib.ksl_get_progress(self._handle, progress)
         return Progress(
             progress.submitted, progress.started, progress.completed, PHASES[progress.phase]
         )
@@ -142,17 +157,17 @@ class NativeEngine:
         if self._handle is None:
             return
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(lib.ksl_event_fd(self._handle))
+            self._loop.remove_reader(self._lib.ksl_event_fd(self._handle))
         last = self.progress()
         self._final = Progress(last.submitted, last.started, last.completed, "closed")
         with self._handle_lock:
             handle, self._handle = self._handle, None
-        lib.ksl_close(handle, int(deadline_s * 1000))
+        self._lib.ksl_close(handle, int(deadline_s * 1000))
         self._pending.clear()
 
     def _drain(self) -> None:
         """The descriptor is readable: read what waits and report the waves that ended."""
-        n = lib.ksl_poll(self._handle, self._records_pointer, self._capacity)
+        n = self._lib.ksl_poll(self._handle, self._records_pointer, self._capacity)
         on_done = self._on_done
         assert on_done is not None
         ended: list[Done] = []
@@ -176,7 +191,7 @@ class NativeEngine:
 
     def _fatal_text(self) -> str:
         error = ffi.new("ksl_error *")
-        lib.ksl_last_error(self._handle, error)
+        self._lib.ksl_last_error(self._handle, error)
         return _sentence(error)
 
 
@@ -237,9 +252,9 @@ def _fill_tensor(entry: Any, tensor: TensorArg, keep: list[Any]) -> None:
         entry.fill_scale = tensor.fill.scale
 
 
-def _info(handle: Any, pools: PoolSizes, kv_format: str) -> EngineInfo:
+def _info(library: Any, handle: Any, pools: PoolSizes, kv_format: str) -> EngineInfo:
     raw = ffi.new("ksl_info *")
-    lib.ksl_get_info(handle, raw)
+    library.ksl_get_info(handle, raw)
     names = (
         "vocab", "hidden", "layers", "slots", "slabs", "blocks", "block_tokens", "threads",
         "weight_bytes", "token_bytes", "slab_bytes", "block_bytes", "kv_token_bytes",

@@ -3,7 +3,7 @@
 Script file (JSON):
 
     {"outputs": [{"match": "text", "chunks": ["Hel", "lo"], "end": "stop", "thinking": false,
-                  "first_ms": 0, "delay_ms": 5}, ...]}
+                  "first_ms": 0, "delay_ms": 5}, ...], "prompt_ms": 0}
 
 An output with `match` answers prompts that contain that text; the others answer the remaining
 requests in order and then from the start again. Every chunk is one token, whatever its text. After
@@ -11,6 +11,7 @@ the last chunk `end` "stop" samples the request's stop id; "length" samples empt
 output limit. `thinking`, where given, is the state that the chunks start in: if the prompt ends in
 the other state (inside an opened `<think>` or not), the missing tag is put before the first chunk,
 in the same token. first_ms: time before the first token; delay_ms: before each later one.
+prompt_ms: time of a wave that computes a part of a prompt other than its last.
 
 Chunks have ids of their own behind the tokenizer's vocabulary, so whoever turns ids into text must
 use `ScriptedTokenizer(tokenizer, script)` in place of the tokenizer, and the engine gets the same:
@@ -76,6 +77,10 @@ class Script:
         if not isinstance(outputs, list) or not outputs:
             raise UsageError('A script is an object with a list "outputs" that is not empty.')
         self.outputs = tuple(self._output(i, entry) for i, entry in enumerate(outputs))
+        prompt_ms = data.get("prompt_ms", 0)
+        if not isinstance(prompt_ms, (int, float)) or prompt_ms < 0:
+            raise UsageError('"prompt_ms" of a script must be a number of milliseconds.')
+        self.prompt_s = prompt_ms / 1000
 
     @classmethod
     def load(cls, path: str, base: int) -> Script:
@@ -155,7 +160,8 @@ class _Playing:
 
 
 class ScriptModel(HashModel):
-    """Chooses tokens from the script."""
+    """Chooses tokens from the script, whatever the mask of a slot says: it stands for what a model
+    said."""
 
     def __init__(self, script: Script, tokenizer: TokenTable) -> None:
         super().__init__(script.size)
@@ -207,12 +213,15 @@ class ScriptedEngine(FakeEngine):
     def __init__(self, sizes: PoolSizes, script: Script, tokenizer: TokenTable) -> None:
         model = ScriptModel(script, tokenizer)
         super().__init__(sizes, vocab=script.size, model=model, name="scripted")
+        self._prompt_s = script.prompt_s
 
     def _duration(self, wave: Wave, columns: int) -> float:
         longest = 0.0
         for row in wave.rows:
             slot = self.state.slots[row.slot]
-            if row.kind is not RowKind.PREFILL and slot.script is not None:
+            if row.kind is RowKind.PREFILL:
+                longest = max(longest, self._prompt_s)
+            elif slot.script is not None:
                 output = slot.script.output
                 longest = max(longest, output.first_s if slot.sampled == 1 else output.delay_s)
         return longest

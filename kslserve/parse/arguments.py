@@ -11,6 +11,7 @@ import json
 import math
 import re
 import warnings
+from json.encoder import encode_basestring
 from typing import Any, NoReturn
 
 from kslserve.parse.schema import ANY, Types
@@ -29,7 +30,7 @@ def quote(text: str) -> str:
 
 def escape(text: str) -> str:
     """`text` as a part of a JSON string, without the quotes."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    return encode_basestring(text)[1:-1]
 
 
 def convert(text: str, types: Types) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
 
+from kslserve.parse.drift import ends_loosely
 from kslserve.parse.schema import ToolShape
 from kslserve.parse.tags import CLOSERS, Kind, Sign, Tag, next_tag, tag_at
 
@@ -21,11 +22,13 @@ _CHAIN_MAX = 8  # closers in a row that are looked at; a longer chain is text
 
 
 class Closers:
-    """The rule for one call. given: names of the arguments so far, kept by the owner."""
+    """The rule for one call. given: names of the arguments so far, kept by the owner. loose: the
+    call began astray, so it may end so, too."""
 
-    __slots__ = ("_alias", "_given", "_name", "_quoted", "_shape", "_tail")
+    __slots__ = ("_alias", "_given", "_loose", "_name", "_quoted", "_shape", "_tail")
 
-    def __init__(self, shape: ToolShape, alias: str, given: AbstractSet[str]):
+    def __init__(self, shape: ToolShape, alias: str, given: AbstractSet[str], *, loose: bool):
+        self._loose = loose
         self._shape = shape
         self._alias = alias
         self._given = given
@@ -76,6 +79,8 @@ class Closers:
         """Does `</parameter>` before `at` end the value?"""
         quoted = self._in_quote()
         following = next_tag(text, at, final, self._alias)
+        if following is Sign.TEXT and self._loose and not quoted:
+            return ends_loosely(text, at, final)
         if not isinstance(following, Tag):
             return following if following is Sign.WAIT else following is Sign.END
         if following.kind is Kind.PARAM_OPEN:
@@ -114,6 +119,11 @@ class Closers:
                 return False  # a later `</parameter>` is the value's own
             at = following.end
         return False
+
+    @property
+    def quoting(self) -> bool:
+        """The value is inside a call that it quotes."""
+        return self._in_quote()
 
     def _in_quote(self) -> bool:
         return any(self._quoted.values())

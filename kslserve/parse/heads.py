@@ -1,102 +1,104 @@
-"""Heads: does `<tool_call>` or `<function=` at a place begin a call, or is it text about calls?
+"""Heads: does what stands at a place begin a call, or is it text about calls?
 
 A wrapped head (`<tool_call>` first) may name any tool: passing on a wrong name lets the client
-report it. A head without its wrapper, or inside reasoning, must name a declared one. Every head
-needs evidence: the next thing must be a parameter, a closer or a JSON object. So quoted tags stay
-text.
+report it. A head without its wrapper, or inside reasoning, must name a declared one, and outside of
+reasoning it must start a line. Every head needs evidence: the next thing must be a parameter, a
+closer or a JSON object. So quoted tags stay text.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
-from kslserve.parse.arguments import load_object
+from kslserve.parse.drift import DriftFinder
+from kslserve.parse.guards import Surroundings
+from kslserve.parse.head import Family, Head
+from kslserve.parse.json_calls import JsonCalls, Place
 from kslserve.parse.schema import ToolShape
 from kslserve.parse.tags import CLOSERS, Kind, Sign, Tag, begins, next_tag, skip_gap, tag_at
 
 _OPENERS_MAX = 8
 _IDENTIFIER = re.compile(r"[A-Za-z_][\w.:/-]*")
-_JSON_HEAD = re.compile(r'\{\s{0,64}"(?:name|arguments|parameters)"')
-_JSON_HEAD_MAX = 80
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """A call begins. end: where its parameters start. alias: the tool's name, if that was the tag.
-    arguments: the whole arguments, if the call came as one JSON object, which ends at `end`."""
-
-    shape: ToolShape
-    end: int
-    alias: str = ""
-    arguments: dict[str, Any] | None = None
-
-
-class JsonScan:
-    """Finds the end of a JSON object in growing text, looking at each character once."""
-
-    __slots__ = ("_depth", "_in_string", "_seen")
-
-    _MARKS = re.compile(r'["\\{}\[\]]')
-
-    def __init__(self) -> None:
-        self._seen = 0
-        self._depth = 0
-        self._in_string = False
-
-    def end(self, text: str, start: int) -> int:
-        """End of the object at text[start] == "{"; -1 if it is not there yet. `start` may move
-        between calls, as long as the text after it only grows."""
-        at = start + self._seen
-        while (match := self._MARKS.search(text, at)) is not None:
-            mark, at = match[0], match.end()
-            if mark == "\\":
-                if at == len(text):
-                    at -= 1
-                    break
-                at += 1 if self._in_string else 0
-            elif mark == '"':
-                self._in_string = not self._in_string
-            elif not self._in_string:
-                self._depth += 1 if mark in "{[" else -1
-                if self._depth <= 0:
-                    return at
-        else:
-            at = len(text)
-        self._seen = at - start
-        return -1
+_OPENERS = ("<function=", "<function ", "<function>", "<parameter=", "<parameter ", "<tool_name",
+            "<name>", "<name=")  # fmt: skip
+_PLAIN_OPENER = re.compile(r"<function=[^\"'\s>]")
 
 
 class HeadFinder:
-    """Decides about heads for one list of tools. Holds the scan of a JSON call while that grows."""
+    """Decides about heads for one list of tools. recover: calls that stray from the format count,
+    too."""
 
-    __slots__ = ("_scan", "_shapes", "cut")
+    __slots__ = ("_drift", "_json", "_recover", "_shapes")
 
-    def __init__(self, shapes: Mapping[str, ToolShape]):
+    def __init__(self, shapes: Mapping[str, ToolShape], *, recover: bool = True):
         self._shapes = shapes
-        self._scan: JsonScan | None = None
-        self.cut = False  # the output was cut off at its end: nothing there is evidence
+        self._recover = recover
+        self._json = JsonCalls(shapes)
+        self._drift = DriftFinder(shapes, self._json)
 
-    def at(self, text: str, at: int, final: bool, *, in_reasoning: bool) -> Head | Sign:
+    def cut_off(self) -> None:
+        """The output was cut off at its end: nothing there is evidence."""
+        self._json.cut = True
+
+    def found(self) -> None:
+        """A call has begun."""
+        self._drift.lost_opener = False
+
+    def in_reasoning(self, text: str, at: int, final: bool) -> Head | Sign:
         """The head that starts at text[at] == "<", WAIT if that is open, else TEXT."""
         tag = tag_at(text, at, final)
+        if not isinstance(tag, Tag) or tag.kind is not Kind.CALL_OPEN:
+            return tag if tag is Sign.WAIT else Sign.TEXT
+        return self._decided(self._wrapped(text, tag.end, final, Place(True, True, _always)))
+
+    def in_answer(self, text: str, at: int, final: bool, surroundings: Surroundings) -> Head | Sign:
+        """The same for the answer, also for what may begin a call without "<" there. surroundings:
+        of text[at]."""
         found: Head | Sign = Sign.TEXT
-        if tag is Sign.WAIT:
-            return tag
-        if isinstance(tag, Tag):
-            if tag.kind is Kind.CALL_OPEN:
-                found = self._wrapped(text, tag.end, final, in_reasoning)
-            elif tag.kind is Kind.FUNCTION_OPEN and tag.name in self._shapes and not in_reasoning:
-                found = self._evidenced(
-                    text, Head(self._shapes[tag.name], tag.end), final, bare=True
-                )
+        starts_line, may_open = surroundings.starts_line, surroundings.open
+        if text[at] != "<" and not starts_line:
+            pass
+        elif text[at] != "<":
+            place = Place(False, False, may_open)
+            if self._recover and text[at] == "{":
+                found = self._json.at(text, at, final, place)
+            elif self._recover:
+                found = self._drift.lost(text, at, final, place)
+        else:
+            tag = tag_at(text, at, final)
+            if isinstance(tag, Tag) and tag.kind is Kind.CALL_OPEN:
+                found = self._wrapped(text, tag.end, final, Place(True, False, may_open))
+            elif isinstance(tag, Tag) and tag.kind is Kind.FUNCTION_OPEN:
+                found = self._function(text, tag, final) if starts_line else Sign.TEXT
+            elif tag is Sign.WAIT:
+                found = tag
+            elif starts_line and self._recover:
+                found = self._drift.tag(text, at, final, Place(False, False, may_open))
+            if found is Sign.TEXT and self._json.infer:
+                # Whoever talks about openers does not forget them.
+                if any(text.startswith(opener, at) for opener in _OPENERS):
+                    self._json.infer = not may_open()
+                elif not final and any(begins(opener, text, at) for opener in _OPENERS):
+                    found = Sign.WAIT
+        if isinstance(found, Head) and found.family is not None and not may_open():
+            found = Sign.TEXT
+        return self._decided(found)
+
+    def _decided(self, found: Head | Sign) -> Head | Sign:
         if found is not Sign.WAIT:
-            self._scan = None
+            self._json.reset()
         return found
 
-    def _wrapped(self, text: str, at: int, final: bool, in_reasoning: bool) -> Head | Sign:
+    def _function(self, text: str, tag: Tag, final: bool) -> Head | Sign:
+        """`<function=` without a wrapper."""
+        shape = self._shapes.get(tag.name)
+        if shape is None or not self._recover:
+            return Sign.TEXT
+        head = Head(shape, tag.end, family=Family.BARE_FUNCTION)
+        return self._evidenced(text, head, final, bare=True)
+
+    def _wrapped(self, text: str, at: int, final: bool, place: Place) -> Head | Sign:
         for _ in range(_OPENERS_MAX):
             at = skip_gap(text, at)
             if at < 0:
@@ -104,31 +106,40 @@ class HeadFinder:
             if at == len(text):
                 return Sign.TEXT if final else Sign.WAIT
             if text[at] == "{":
-                return self._json(text, at, final, in_reasoning)
+                return self._json.at(text, at, final, place)
             head = self._named(text, at, final)
             if head is not Sign.TEXT or text[at] != "<":
                 break
             tag = tag_at(text, at, final)
             if not isinstance(tag, Tag):
-                return tag
+                drifts = self._recover and tag is Sign.TEXT and not place.strict
+                return self._drift.tag(text, at, final, place) if drifts else tag
             if tag.kind is Kind.FUNCTION_OPEN:
-                shape = self._shape(tag.name, in_reasoning)
-                head = Sign.TEXT if shape is None else Head(shape, tag.end)
+                head = self._opened(text, tag, place)
                 break
+            if tag.kind is Kind.PARAM_OPEN and self._recover and not place.strict:
+                return self._drift.tag(text, at, final, place)
             if tag.kind is not Kind.CALL_OPEN:
                 return Sign.TEXT
             at = tag.end
         else:
             return Sign.TEXT
+        if head is Sign.TEXT and self._recover and not place.strict and text[at] != "<":
+            return self._drift.lost(text, at, final, place)
         if isinstance(head, Sign):
             return head
-        return self._evidenced(text, head, final, bare=in_reasoning)
+        return self._evidenced(text, head, final, bare=place.strict)
 
-    def _shape(self, name: str, in_reasoning: bool) -> ToolShape | None:
-        shape = self._shapes.get(name)
-        if shape is None and not in_reasoning and _IDENTIFIER.fullmatch(name):
-            return ToolShape(name)
-        return shape
+    def _opened(self, text: str, tag: Tag, place: Place) -> Head | Sign:
+        """A wrapped `<function=`."""
+        family = None if _PLAIN_OPENER.match(text, tag.start) else Family.OTHER_TAG
+        shape = self._shapes.get(tag.name)
+        if shape is not None:
+            return Head(shape, tag.end, family=family)
+        if place.strict or _IDENTIFIER.fullmatch(tag.name) is None:
+            return Sign.TEXT
+        self._json.infer = False
+        return Head(ToolShape(tag.name), tag.end)
 
     def _named(self, text: str, at: int, final: bool) -> Head | Sign:
         """A declared name without `<function=`: as the tag itself, or with the opener's start
@@ -141,7 +152,7 @@ class HeadFinder:
                 (f"function={name}>", ""),
             ):
                 if text.startswith(literal, at):
-                    return Head(shape, at + len(literal), alias)
+                    return Head(shape, at + len(literal), alias, family=Family.OTHER_TAG)
                 if not final and begins(literal, text, at):
                     found = Sign.WAIT
         return found
@@ -154,36 +165,13 @@ class HeadFinder:
         if following is Sign.END:
             # The turn ended right after the opener: a call without arguments.
             declared = head.shape.name in self._shapes
-            return head if declared and not bare and not self.cut else Sign.TEXT
+            return head if declared and not bare and not self._json.cut else Sign.TEXT
         if isinstance(following, Tag):
             belongs = following.kind is Kind.PARAM_OPEN or following.kind in CLOSERS
             return head if belongs else Sign.TEXT
         at = skip_gap(text, head.end)
         return head if at >= 0 and text[at] == "{" else Sign.TEXT
 
-    def _json(self, text: str, at: int, final: bool, in_reasoning: bool) -> Head | Sign:
-        """A call written as `{"name": ..., "arguments": {...}}`."""
-        if _JSON_HEAD.match(text, at) is None:
-            open_end = not final and len(text) - at < _JSON_HEAD_MAX
-            return Sign.WAIT if open_end and _begins_json_head(text[at:]) else Sign.TEXT
-        if self._scan is None:
-            self._scan = JsonScan()
-        end = self._scan.end(text, at)
-        if end < 0:
-            return Sign.TEXT if final else Sign.WAIT
-        body = load_object(text[at:end]) or {}
-        name = body.get("name")
-        arguments = body.get("arguments", body.get("parameters", {}))
-        if isinstance(arguments, str):
-            arguments = load_object(arguments)
-        shape = self._shape(name, in_reasoning) if isinstance(name, str) else None
-        if shape is None or not isinstance(arguments, dict):
-            return Sign.TEXT
-        return Head(shape, end, arguments=arguments)
 
-
-def _begins_json_head(text: str) -> bool:
-    rest = text[1:].lstrip()
-    return not rest or any(
-        key.startswith(rest) for key in ('"name"', '"arguments"', '"parameters"')
-    )
+def _always() -> bool:
+    return True

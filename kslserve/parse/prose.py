@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kslserve.core.events import Event
-from kslserve.parse.heads import Head
+from kslserve.parse.head import Head
 from kslserve.parse.tags import Sign
 
 _LEAD_MAX = 64
@@ -36,9 +36,10 @@ class Skip:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """The section ends here and the next one starts at `end`: a call, or the answer after
+    """The section ends at `start`, and at `end` the next one begins: a call, or the answer after
     reasoning."""
 
+    start: int
     end: int
     head: Head | None = None
 
@@ -57,7 +58,20 @@ class Prose(ABC):
 
     @abstractmethod
     def special(self, text: str, at: int, final: bool) -> Skip | Exit | Sign:
-        """What text[at] == "<" is: markup, WAIT, or TEXT."""
+        """What text[at] is: markup, WAIT, or TEXT. Asked for each place that `seek` finds, and for
+        the first character of the section if `may_start` says so."""
+
+    def seek(self, text: str, at: int) -> int:
+        """The next place that may be special, -1 if there is none."""
+        return text.find("<", at)
+
+    def may_start(self, text: str, at: int) -> bool:
+        """Whether the section's first character may be special."""
+        return text[at] == "<"
+
+    def direct(self, text: str) -> Event:
+        """The event of a piece without "<" and line breaks, inside the section's text."""
+        return self._event(text)
 
     def step(self, text: str, final: bool, out: list[Event]) -> tuple[int, Exit | None]:
         """Read on in the unread text: (characters consumed, how the section ended or None)."""
@@ -70,7 +84,7 @@ class Prose(ABC):
                 return at, None
         seek = at
         while True:
-            stop = text.find("<", seek)
+            stop = self.seek(text, seek)
             if stop < 0:
                 stop = len(text)
                 break
@@ -98,6 +112,8 @@ class Prose(ABC):
         """Read white space and markup at the start; `fresh` is False afterwards if text begins."""
         at = 0
         while True:
+            if self._lead is Lead.FRAMING:
+                at = len(text) - len(text[at:].lstrip("\r\n"))
             end = len(text) - len(text[at:].lstrip(" \t\r\n"))
             if end - at <= _LEAD_MAX:
                 if end == len(text):
@@ -105,7 +121,7 @@ class Prose(ABC):
                         return at, None
                     self.fresh = self._lead is not Lead.TEXT
                     return (at, None) if not self.fresh else (end, None)
-                if text[end] == "<":
+                if self.may_start(text, end):
                     special = self.special(text, end, final)
                     if special is Sign.WAIT:
                         return at, None
@@ -115,8 +131,6 @@ class Prose(ABC):
                         at = special.end
                         continue
             self.fresh = False
-            if self._lead is Lead.FRAMING:
-                at = len(text) - len(text[at:].lstrip("\r\n"))
             return at, None
 
     def _emit(self, text: str, out: list[Event]) -> None:

@@ -24,7 +24,7 @@ class Reasoning(Prose):
 
     def special(self, text: str, at: int, final: bool) -> Skip | Exit | Sign:
         if text.startswith(THINK_CLOSE, at):
-            return Exit(at + len(THINK_CLOSE))
+            return Exit(at, at + len(THINK_CLOSE))
         if self.fresh and text.startswith(THINK_OPEN, at):
             return Skip(at + len(THINK_OPEN))
         if not final and (
@@ -33,5 +33,5 @@ class Reasoning(Prose):
             return Sign.WAIT
         if self._heads is None:
             return Sign.TEXT
-        head = self._heads.at(text, at, final, in_reasoning=True)
-        return head if isinstance(head, Sign) else Exit(head.end, head)
+        head = self._heads.in_reasoning(text, at, final)
+        return head if isinstance(head, Sign) else Exit(at, head.end, head)

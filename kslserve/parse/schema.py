@@ -1,13 +1,14 @@
 """ToolShape: what a declared tool says about its parameters, so far as parsing needs it.
 
-JSON Schema comes in every style: `type` as a name or a list, anyOf with null, references, enums
-without a type, no type at all. The answer here is a set of type names, where the empty set means
+JSON Schema comes in every style: `type` as a name or a list, anyOf with null, allOf, references
+(also to itself), enums and constants without a type, no type at all; and the parameters of a tool
+may themselves stand in branches. The answer here is a set of type names, where the empty set means
 "anything".
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from kslserve.core.request import ToolSpec
@@ -19,28 +20,47 @@ STRING: Types = frozenset(("string",))
 
 _NAMES = frozenset(("string", "integer", "number", "boolean", "object", "array", "null"))
 _DEPTH_MAX = 8
+# Keywords that say nothing unless the value is of that type, so a schema with them is meant for it.
+_IMPLIED = {
+    "object": ("properties", "additionalProperties", "patternProperties", "propertyNames",
+               "required", "minProperties", "maxProperties"),
+    "array": ("items", "prefixItems", "contains", "minItems", "maxItems", "uniqueItems"),
+    "string": ("pattern", "minLength", "maxLength"),
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+}  # fmt: skip
 
 
 class ToolShape:
-    """known: names of the declared parameters."""
+    """known: names of the declared parameters. required: those that must be given."""
 
-    __slots__ = ("_properties", "_root", "_types", "known", "name")
+    __slots__ = ("_others", "_properties", "_reader", "_types", "known", "name", "required")
 
     def __init__(self, name: str, parameters: Any = None):
         self.name = name
-        self._root = parameters if isinstance(parameters, dict) else {}
-        properties = self._root.get("properties")
-        self._properties: dict[str, Any] = properties if isinstance(properties, dict) else {}
+        self._properties: dict[str, list[Any]] = {}
+        self._others: list[Any] = []  # schemas of parameters that are not declared by name
+        root = parameters if isinstance(parameters, dict) else {}
+        self._reader = _Reader(root)
+        required: set[str] = set()
+        for schema, certain in _objects(root, root, set(), 0):
+            for key, value in _mapping(schema, "properties").items():
+                self._properties.setdefault(key, []).append(value)
+            self._others.extend(_mapping(schema, "patternProperties").values())
+            if isinstance(schema.get("additionalProperties"), dict):
+                self._others.append(schema["additionalProperties"])
+            if certain and isinstance(schema.get("required"), list):
+                required.update(filter(_is_text, schema["required"]))
         self.known = frozenset(self._properties)
+        self.required = self.known & required
         self._types: dict[str, Types] = {}
 
     def types(self, parameter: str) -> Types:
-        """Types of a parameter's value; an undeclared one is a string."""
-        if parameter not in self._properties:
-            return STRING
+        """Types of a parameter's value; one of which nothing is known is a string."""
         found = self._types.get(parameter)
         if found is None:
-            found = self._types[parameter] = _types_of(self._properties[parameter], self._root, 0)
+            schemas = self._properties.get(parameter, self._others)
+            read = [self._reader.types(schema) for schema in schemas]
+            found = self._types[parameter] = _union(read) if read else STRING
         return found
 
 
@@ -49,36 +69,76 @@ def shapes_of(tools: Iterable[ToolSpec]) -> dict[str, ToolShape]:
     return {tool.name: ToolShape(tool.name, tool.parameters) for tool in tools}
 
 
-def _types_of(schema: Any, root: dict[str, Any], depth: int) -> Types:
+def _objects(
+    schema: Any, root: dict[str, Any], seen: set[str], depth: int
+) -> Iterator[tuple[dict[str, Any], bool]]:
+    """The schemas that describe one object: itself, what it refers to, and its branches, each with
+    whether it always holds."""
     if not isinstance(schema, dict) or depth > _DEPTH_MAX:
+        return
+    yield schema, True
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference not in seen:
+        seen.add(reference)
+        yield from _objects(_resolve(reference, root), root, seen, depth + 1)
+    for key in ("allOf", "anyOf", "oneOf"):
+        for branch in _list(schema, key):
+            for found, certain in _objects(branch, root, seen, depth + 1):
+                yield found, certain and key == "allOf"
+
+
+class _Reader:
+    """Reads types, each reference once: a schema may refer to itself."""
+
+    __slots__ = ("_references", "_root")
+
+    def __init__(self, root: dict[str, Any]):
+        self._root = root
+        self._references: dict[str, Types] = {}
+
+    def types(self, schema: Any, depth: int = 0) -> Types:
+        if not isinstance(schema, dict) or depth > _DEPTH_MAX:
+            return ANY
+        types = self._stated(schema, depth)
+        return types | {"null"} if types and schema.get("nullable") is True else types
+
+    def _stated(self, schema: dict[str, Any], depth: int) -> Types:
+        stated = schema.get("type")
+        if isinstance(stated, str):
+            return frozenset((stated,)) & _NAMES
+        if isinstance(stated, list):
+            return frozenset(filter(_is_text, stated)) & _NAMES
+        if isinstance(schema.get("$ref"), str):
+            return self._referred(schema["$ref"], depth)
+        if "const" in schema:
+            return _types_of_values((schema["const"],))
+        if isinstance(schema.get("enum"), list):
+            return _types_of_values(schema["enum"])
+        for key in ("anyOf", "oneOf"):
+            if branches := _list(schema, key):
+                return _union([self.types(branch, depth + 1) for branch in branches])
+        found = ANY
+        for branch in _list(schema, "allOf"):
+            types = self.types(branch, depth + 1)
+            found = (found & types or types) if found and types else found or types
+        if found:
+            return found
+        for name, keywords in _IMPLIED.items():
+            if any(keyword in schema for keyword in keywords):
+                return frozenset((name,))
         return ANY
-    types = _stated_types(schema, root, depth)
-    return types | {"null"} if types and schema.get("nullable") is True else types
+
+    def _referred(self, reference: str, depth: int) -> Types:
+        if reference not in self._references:
+            self._references[reference] = ANY  # what it says of itself while it is being read
+            found = self.types(_resolve(reference, self._root), depth + 1)
+            self._references[reference] = found
+        return self._references[reference]
 
 
-def _stated_types(schema: dict[str, Any], root: dict[str, Any], depth: int) -> Types:
-    stated = schema.get("type")
-    if isinstance(stated, str):
-        return frozenset((stated,)) & _NAMES
-    if isinstance(stated, list):
-        return frozenset(name for name in stated if isinstance(name, str)) & _NAMES
-    if isinstance(schema.get("$ref"), str):
-        return _types_of(_resolve(schema["$ref"], root), root, depth + 1)
-    if "const" in schema:
-        return _types_of_values((schema["const"],))
-    if isinstance(schema.get("enum"), list):
-        return _types_of_values(schema["enum"])
-    for key in ("anyOf", "oneOf"):
-        if isinstance(schema.get(key), list):
-            branches = [_types_of(branch, root, depth + 1) for branch in schema[key]]
-            return ANY if not all(branches) else frozenset[str]().union(*branches)
-    if isinstance(schema.get("allOf"), list):
-        for branch in schema["allOf"]:
-            if types := _types_of(branch, root, depth + 1):
-                return types
-    if "properties" in schema:
-        return frozenset(("object",))
-    return frozenset(("array",)) if "items" in schema else ANY
+def _union(branches: list[Types]) -> Types:
+    """Of alternatives; one that takes anything makes them all take anything."""
+    return ANY if not all(branches) else frozenset[str]().union(*branches)
 
 
 def _types_of_values(values: Iterable[Any]) -> Types:
@@ -100,7 +160,25 @@ def _resolve(reference: str, root: dict[str, Any]) -> Any:
         return None
     found: Any = root
     for step in reference[1:].split("/")[1:]:
-        if not isinstance(found, dict):
+        step = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and step.isdecimal() and len(step) < 6:
+            found = found[int(step)] if int(step) < len(found) else None
+        elif isinstance(found, dict):
+            found = found.get(step)
+        else:
             return None
-        found = found.get(step.replace("~1", "/").replace("~0", "~"))
     return found
+
+
+def _mapping(schema: dict[str, Any], key: str) -> dict[str, Any]:
+    found = schema.get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def _list(schema: dict[str, Any], key: str) -> list[Any]:
+    found = schema.get(key)
+    return found if isinstance(found, list) else []
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from kslserve.core.events import Event, ReasoningDelta, TextDelta
+from kslserve.core.events import Event, TextDelta
 from kslserve.core.request import ToolSpec
 from kslserve.core.usage import FinishReason
 from kslserve.parse.answer import Answer
+from kslserve.parse.guards import Surroundings
 from kslserve.parse.heads import HeadFinder
 from kslserve.parse.prose import Exit, Lead, Prose
 from kslserve.parse.reasoning import Reasoning
@@ -32,6 +34,22 @@ class _Tail(enum.Enum):
 
 
 _MORE = _Tail.MORE
+_RAW_MAX = 1 << 16  # characters kept of a recovered call
+
+
+@dataclass(slots=True)
+class Recovery:
+    """A call that strayed from the format. family: a value of `head.Family`. pieces: its text as
+    written, if that is kept."""
+
+    family: str
+    pieces: list[str]
+    size: int = 0
+
+    def took(self, piece: str) -> None:
+        piece = piece[: _RAW_MAX - self.size]
+        self.size += len(piece)
+        self.pieces.append(piece)
 
 
 class OutputParser:
@@ -39,6 +57,8 @@ class OutputParser:
 
     tools: those on offer. thinking: the prompt left a think block open. tools_enabled: False makes
     everything outside of reasoning text. make_id: makes the id of a call, a new one each time.
+    recover: False takes only calls that begin as they should. keep_text: `recovered` holds the text
+    of calls that did not.
     """
 
     __slots__ = (
@@ -46,11 +66,15 @@ class OutputParser:
         "_calls",
         "_direct",
         "_heads",
+        "_keep_text",
         "_make_id",
+        "_recovery",
         "_section",
         "_strip_breaks",
+        "_surroundings",
         "_text",
         "_thinking_unclosed",
+        "recovered",
     )
 
     def __init__(
@@ -60,8 +84,16 @@ class OutputParser:
         thinking: bool,
         tools_enabled: bool = True,
         make_id: Callable[[], str],
+        recover: bool = True,
+        keep_text: bool = False,
     ):
-        self._heads = HeadFinder(shapes_of(tools)) if tools and tools_enabled else None
+        self._heads: HeadFinder | None = None
+        if tools and tools_enabled:
+            self._heads = HeadFinder(shapes_of(tools), recover=recover)
+        self._surroundings = Surroundings()
+        self.recovered: list[Recovery] = []
+        self._recovery: Recovery | None = None  # of the call being read, if its text is kept
+        self._keep_text = keep_text
         self._make_id = make_id
         self._text = ""  # unread
         self._calls = 0
@@ -72,7 +104,7 @@ class OutputParser:
         if thinking:
             self._section = Reasoning(self._heads)
         elif self._heads is not None:
-            self._section = Answer(self._heads, Lead.TEXT)
+            self._section = Answer(self._heads, self._surroundings, Lead.TEXT)
         # Makes the event of a piece that cannot be or become markup; None at the start of a
         # section.
         self._direct: Callable[[str], Event] | None = TextDelta if self._section is None else None
@@ -81,6 +113,11 @@ class OutputParser:
     def saw_tool_call(self) -> bool:
         """A call has begun."""
         return self._calls > 0
+
+    @property
+    def recoveries(self) -> list[str]:
+        """The families of the calls that strayed from the format, in order."""
+        return [recovery.family for recovery in self.recovered]
 
     @property
     def in_reasoning(self) -> bool:
@@ -93,11 +130,13 @@ class OutputParser:
         if self._direct is not None and not self._text:
             if self._section is None:
                 return [TextDelta(text)]
-            if "<" not in text and text[-1] != "\n":
+            if "<" not in text and "\n" not in text:
                 return [self._direct(text)]
         elif self._call is not None and not self._text and "<" not in text and text[-1] != "\n":
             event = self._call.direct(text)
             if event is not None:
+                if self._recovery is not None:
+                    self._recovery.took(text)
                 return [event]
         self._text += text
         out: list[Event] = []
@@ -118,11 +157,13 @@ class OutputParser:
         """Read all that can be read now."""
         final = tail is not _MORE
         if tail is _Tail.CUT and self._heads is not None:
-            self._heads.cut = True
+            self._heads.cut_off()
         while True:
             if self._call is not None:
                 ended, cut = tail is _Tail.ENDED, tail is _Tail.CUT
                 used = self._call.step(self._text, ended, out, cut=cut)
+                if self._recovery is not None:
+                    self._recovery.took(self._text[:used])
                 self._text = self._text[used:]
                 if not self._call.closed:
                     return
@@ -132,11 +173,12 @@ class OutputParser:
                 return
             else:
                 used, end = self._section.step(self._text, final, out)
+                if end is not None:
+                    self._leave(end, self._text, out)
                 self._text = self._text[used:]
                 if end is None:
                     self._direct = self._direct_event()
                     return
-                self._leave(end, out)
 
     def _pass(self, out: list[Event]) -> None:
         """Everything is text, but for line breaks right after reasoning."""
@@ -148,15 +190,24 @@ class OutputParser:
             self._direct = TextDelta
             out.append(TextDelta(text))
 
-    def _leave(self, end: Exit, out: list[Event]) -> None:
+    def _leave(self, end: Exit, text: str, out: list[Event]) -> None:
         """A section is over: a call begins, or reasoning was closed."""
         self._direct = None
         if end.head is not None:
+            assert self._heads is not None
+            self._heads.found()
+            if end.head.family is not None:
+                self._recovery = Recovery(end.head.family.value, [])
+                self.recovered.append(self._recovery)
+                if self._keep_text:
+                    self._recovery.took(text[end.start : end.end].lstrip("\n"))
+                else:
+                    self._recovery = None
             self._thinking_unclosed |= isinstance(self._section, Reasoning)
             self._call = CallParser(self._calls, self._make_id(), end.head, out)
             self._calls += 1
         elif self._heads is not None:
-            self._section = Answer(self._heads, Lead.FRAMING)
+            self._section = Answer(self._heads, self._surroundings, Lead.FRAMING)
         else:
             self._section = None
             self._strip_breaks = True
@@ -164,9 +215,15 @@ class OutputParser:
     def _leave_call(self) -> None:
         assert self._heads is not None
         self._call = None
-        self._section = Answer(self._heads, Lead.GAP, thinking_unclosed=self._thinking_unclosed)
+        self._recovery = None
+        self._surroundings.end_line()
+        self._section = Answer(
+            self._heads,
+            self._surroundings,
+            Lead.GAP,
+            thinking_unclosed=self._thinking_unclosed,
+        )
 
     def _direct_event(self) -> Callable[[str], Event] | None:
-        if self._section is None or self._section.fresh:
-            return None
-        return ReasoningDelta if isinstance(self._section, Reasoning) else TextDelta
+        section = self._section
+        return None if section is None or section.fresh else section.direct

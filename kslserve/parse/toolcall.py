@@ -12,7 +12,9 @@ import enum
 from kslserve.core.events import Event, ToolCallDelta, ToolCallEnd, ToolCallStart
 from kslserve.parse.arguments import NULLS, convert, escape, load_object, quote, strict_json
 from kslserve.parse.closers import Closers
-from kslserve.parse.heads import Head, JsonScan
+from kslserve.parse.drift import ends_loosely
+from kslserve.parse.head import Head, JsonScan
+from kslserve.parse.jsonish import Broken, read_object
 from kslserve.parse.schema import STRING
 from kslserve.parse.tags import CLOSERS, Kind, Sign, Tag, next_tag, skip_gap
 
@@ -55,7 +57,7 @@ class CallParser:
         self._index = index
         self._head = head
         self._given: set[str] = set()
-        self._closers = Closers(head.shape, head.alias, self._given)
+        self._closers = Closers(head.shape, head.alias, self._given, loose=head.family is not None)
         self._fragments: list[str] = []
         self._scan: JsonScan | None = None
         self._in_value = False
@@ -121,6 +123,13 @@ class CallParser:
             if start >= 0 and text[start] == "{" and not self._given:
                 self._scan = JsonScan()
                 return start
+            if self._head.family is not None and start >= 0 and text[start] == "<":
+                ends = ends_loosely(text, start, final)
+                if ends is Sign.WAIT:
+                    return -at - 1
+                if ends:
+                    self._close(out)
+                    return start
             self._stray = True
             return max(at, start) + 1
         if tag.kind is Kind.PARAM_OPEN:
@@ -138,10 +147,16 @@ class CallParser:
         if end < 0 and not final:
             return -at - 1
         self._scan = None
-        arguments = load_object(text[at : end if end >= 0 else len(text)])
-        if arguments is not None:
-            self._give_all(arguments)
-        return end if end >= 0 else len(text)
+        if end >= 0:
+            arguments = load_object(text[at:end])
+        else:
+            end = len(text)
+            try:
+                arguments, end = read_object(text, at, (), ended=True)
+            except Broken:
+                arguments = None
+        self._give_all(arguments or {})
+        return end
 
     def _value(self, text: str, at: int, final: bool, cut: bool) -> int:
         """Inside a value: everything up to the closer that counts."""

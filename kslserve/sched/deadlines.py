@@ -36,7 +36,7 @@ class Deadlines:
         """The moment at which this sequence is too old."""
         due = sequence.arrived + self.request_s if self.request_s else NEVER
         if self.queue_s and sequence.state is State.QUEUED:
-            due = min(due, sequence.arrived + self.queue_s)
+            due = min(due, sequence.queued + self.queue_s)
         return due
 
     def watch(self, sequences: Iterable[Sequence], now: float, call_later: CallLater) -> None:

@@ -39,8 +39,9 @@ class Outbox:
         admitted, spoken, ended = self.admitted, self.spoken, self.ended
         self.admitted, self.spoken, self.ended = [], [], []
         for sequence in admitted:
-            if sequence.state is not State.ENDED:
-                self._call(sequence, sequence.sink.admitted)
+            if sequence.state is not State.ENDED and not sequence.told:
+                sequence.told = True
+                self._call(sequence, sequence.sink.admitted, sequence.cached_tokens)
         for sequence, result in spoken:
             mark = sequence.mark
             # Tokens that came after a cancellation are dropped.

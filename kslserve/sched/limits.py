@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kslserve.metrics import Metrics
+from kslserve.sched.cache.saves import CachePolicy
 
 WAVE_MS_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 30000)
 
@@ -13,7 +14,8 @@ WAVE_MS_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 
 class SchedLimits:
     """From the settings. max_queue: sequences that wait beyond those that can start at once.
     wave_columns: prompt columns of a wave. A timeout of 0 is none. context: tokens of a
-    sequence."""
+    sequence. cache: None for no prefix cache. submit_ahead: keep a second wave in the engine's
+    ring."""
 
     max_seqs: int
     max_queue: int
@@ -23,20 +25,56 @@ class SchedLimits:
     queue_timeout_s: float
     request_timeout_s: float
     context: int
+    cache: CachePolicy | None = None
+    submit_ahead: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSnapshot:
+    """Checkpoints by tier (one may be in several), bytes of the lower tiers, and what happened
+    since the start: admissions from a checkpoint and without, checkpoints made and evicted from the
+    device, prompt tokens that were not computed, files read, written and unusable."""
+
+    enabled: bool
+    device: int
+    host: int
+    host_bytes: int
+    disk: int
+    disk_bytes: int
+    hits: int
+    misses: int
+    builds: int
+    evictions: int
+    tokens_saved: int
+    reads: int
+    writes: int
+    bad_files: int
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Counts for health and metrics. fatal: why nothing can run any more, or None."""
+    """Counts for health and metrics. blocks_free: those that can be promised to new sequences;
+    blocks_cached of them hold checkpoints. slabs_free: held by nobody. wave_age_s: how long the
+    wave in flight has been so, or how long ago the last one ended; None before the first.
+    last_error: what the engine said last. fatal: why nothing can run any more, or None."""
 
     queued: int
     running: int
+    slots_free: int
+    slots_total: int
+    slabs_free: int
+    slabs_total: int
     blocks_free: int
+    blocks_cached: int
     blocks_total: int
     waves: int
     in_flight: bool
+    wave_age_s: float | None
+    preemptions: int
     prompt_tokens: int
     output_tokens: int
+    cache: CacheSnapshot
+    last_error: str | None
     fatal: str | None
 
 
@@ -44,16 +82,49 @@ class SchedMetrics:
     """The registry's objects, looked up once."""
 
     __slots__ = (
-        "blocks_free", "ends", "output_tokens", "prompt_tokens", "queued", "running", "wave_ms",
-        "waves",
+        "blocks", "cache", "ends", "events", "gap_ms", "output_tokens", "prompt_tokens", "queued",
+        "running", "saved", "slabs", "tiers", "wave_ms", "waves",
     )  # fmt: skip
 
     def __init__(self, metrics: Metrics) -> None:
         self.waves = metrics.counter("waves_total", "Waves completed")
         self.wave_ms = metrics.histogram("wave_ms", "Wave time in milliseconds", WAVE_MS_BUCKETS)
-        self.prompt_tokens = metrics.counter("tokens_prompt_total", "Prompt positions computed")
-        self.output_tokens = metrics.counter("tokens_output_total", "Tokens sampled")
+        self.gap_ms = metrics.histogram(
+            "inter_token_ms", "Time between tokens of a sequence in milliseconds", WAVE_MS_BUCKETS
+        )
+        tokens = metrics.labelled(
+            "tokens_total", "Prompt positions computed and tokens sampled", "kind"
+        )
+        self.prompt_tokens, self.output_tokens = tokens["prompt"], tokens["generated"]
         self.running = metrics.gauge("requests_running", "Sequences that hold memory")
         self.queued = metrics.gauge("queue_depth", "Sequences that wait for memory")
-        self.blocks_free = metrics.gauge("blocks_free", "KV blocks that are free")
         self.ends = metrics.labelled("sequences_ended_total", "Sequences by end", "reason")
+        self.events = metrics.labelled("scheduler_events_total", "What went not as planned", "kind")
+        self.blocks = metrics.labelled("kv_blocks", "KV blocks by state", "state", "gauge")
+        self.slabs = metrics.labelled("slabs", "Slabs by state", "state", "gauge")
+        self.tiers = metrics.labelled(
+            "prefix_cache_checkpoints", "Checkpoints by tier", "tier", "gauge"
+        )
+        self.cache = metrics.labelled(
+            "prefix_cache_events_total", "Admissions from checkpoints, and what was done to them",
+            "kind",
+        )  # fmt: skip
+        self.saved = metrics.counter(
+            "prefix_cache_tokens_saved_total", "Prompt positions that were not computed"
+        )
+
+    def publish(self, now: Snapshot) -> None:
+        """Bring gauges, and counters that are kept elsewhere, to the state of a snapshot."""
+        self.running.value, self.queued.value = now.running, now.queued
+        self.blocks["free"].value = now.blocks_free
+        self.blocks["cached"].value = now.blocks_cached
+        self.blocks["total"].value = now.blocks_total
+        self.slabs["free"].value, self.slabs["total"].value = now.slabs_free, now.slabs_total
+        cache = now.cache
+        self.tiers["device"].value = cache.device
+        self.tiers["host"].value = cache.host
+        self.tiers["disk"].value = cache.disk
+        self.cache["hit"].value, self.cache["miss"].value = cache.hits, cache.misses
+        self.cache["build"].value, self.cache["evict"].value = cache.builds, cache.evictions
+        self.cache["read"].value, self.cache["write"].value = cache.reads, cache.writes
+        self.saved.value = cache.tokens_saved

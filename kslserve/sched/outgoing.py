@@ -8,19 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
+import numpy as np
+
 from kslserve.engine.types import OpKind, SlotConfig, StateOp, TableEdit, Wave
+from kslserve.sched.cache.manager import PrefixCache
+from kslserve.sched.cache.moves import Transfer
+from kslserve.sched.memory import Memory
 from kslserve.sched.plan import Budget, share
-from kslserve.sched.sequence import Sequence
+from kslserve.sched.sequence import Guide, Sequence
 
 
 class Outgoing:
     """id: of the last wave that was sent. sequences: of the rows, in their order; newcomers: those
     that it sets up. columns: of the rows; prompt: those of prompts. steady: the rows stand; whoever
-    changes who runs resets it."""
+    changes who runs resets it. moves: the wave also copies between device and host. loaded: copies
+    from the host whose last part is in flight."""
 
-    __slots__ = ("columns", "id", "newcomers", "prompt", "sequences", "steady", "wave")
+    __slots__ = (
+        "_edited", "_masked", "_planned", "cache", "columns", "id", "loaded", "memory", "moves",
+        "newcomers", "prompt", "sequences", "steady", "wave",
+    )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Memory, cache: PrefixCache) -> None:
+        self.memory = memory
+        self.cache = cache
         self.id = 0
         self.wave = Wave(0)
         self.sequences: list[Sequence] = []
@@ -28,33 +39,63 @@ class Outgoing:
         self.columns = 0
         self.prompt = 0
         self.steady = False
+        self.moves = False
+        self.loaded: list[Transfer] = []
+        self._edited: list[tuple[Sequence, int]] = []
+        self._masked: list[tuple[Sequence, int]] = []
+        self._planned = False  # since the last wave that was sent
 
     def plan(self, running: Items[Sequence], budget: Budget, one_newcomer: bool = False) -> None:
         """Choose rows, and set up the sequences that no wave has seen, or only the first of
         them."""
+        self.cache.unplan()
+        self._planned = True
+        everybody = len(running)
+        running = [s for s in running if not s.held_up]
         waiting = [s for s in running if s.fresh]
         self.newcomers = waiting[:1] if one_newcomer else waiting
         if len(self.newcomers) < len(waiting):
             running = [s for s in running if not s.fresh or s is waiting[0]]
-        left = [s.prompt_left for s in running]
-        grants = share(left, [s.last_wave for s in running], budget)
         wave = self.wave
         wave.rows, wave.before, wave.edits = [], [], []
-        for sequence in self.newcomers:
-            _set_up(sequence, wave)
-        self.sequences = []
+        self.sequences, self._edited, self._masked = [], [], []
+        self.moves = False
+        if self.cache.tiers.ready:
+            wave.before += self.cache.tiers.take_ops()
+            self.moves = True
+        if any(s.load is not None for s in self.newcomers):
+            running = self._load(running)
+        left = [s.prompt_left for s in running]
+        grants = share(left, [s.last_wave for s in running], budget)
         self.columns = self.prompt = 0
         for sequence, n, remaining in zip(running, grants, left, strict=True):
-            if not n:
+            n = sequence.row_limit(n)
+            # Blocks that are promised may still be on their way from a wave in flight.
+            n = self.memory.extend(sequence, sequence.computed + n) - sequence.computed
+            if n <= 0:
                 continue
             if remaining:
-                sequence.aim_prompt(n)
+                sequence.aim_prompt(n, self.cache.cuts(sequence, n))
                 self.prompt += n
             self.columns += n
             wave.rows.append(sequence.row)
             self.sequences.append(sequence)
-        all_decode = not self.prompt and len(wave.rows) == len(running)
+        for sequence in self.newcomers:
+            if sequence.load is None or not sequence.load.ready:
+                self._set_up(sequence)
+        for sequence in self.sequences:
+            if sequence.job.guide is not None:
+                self._mask(sequence, sequence.job.guide)
+        for sequence in running:
+            self._edit(sequence)
+        all_decode = not self.prompt and len(wave.rows) == everybody
         self.steady = all_decode and len(self.newcomers) == len(waiting)
+
+    @property
+    def empty(self) -> bool:
+        """The planned wave does nothing: all rows wait for their masks."""
+        wave = self.wave
+        return not (wave.rows or wave.before or wave.after or wave.edits)
 
     def next(self) -> Wave:
         """The planned wave under the next id."""
@@ -65,24 +106,93 @@ class Outgoing:
         """The engine took it."""
         self.id = wave_id = self.wave.id
         for sequence in self.sequences:
-            sequence.in_flight = True
+            sequence.in_flight += 1
             sequence.last_wave = wave_id
+        if not self._planned:
+            return  # the same rows as last time
+        self._planned = False
         if self.newcomers:
             for sequence in self.newcomers:
-                sequence.fresh = False
                 sequence.last_wave = wave_id
+                load = sequence.load
+                if load is not None:
+                    load.sent()
+                    if not load.all_sent:
+                        continue
+                    self.loaded.append(load)
+                    sequence.load = None
+                sequence.fresh = False
+                self.cache.forget_adoption(sequence)
             self.newcomers = []
-            self.wave.before, self.wave.edits = [], []
+        for sequence, version in self._masked:
+            sequence.masked = version
+        self._masked.clear()
+        if self._edited:
+            for sequence, entries in self._edited:
+                sequence.tabled = entries
+            self._edited = []
+        self.wave.before, self.wave.edits = [], []
+        self.cache.sent()
 
+    def complete(self) -> None:
+        """The wave in flight completed."""
+        for load in self.loaded:
+            self.cache.tiers.unpin(load.copy)
+        self.loaded.clear()
 
-def _set_up(sequence: Sequence, wave: Wave) -> None:
-    """Prepare the engine for a sequence that was just given its memory."""
-    job = sequence.job
-    # Only the repetition penalty looks at the prompt.
-    prompt = job.prompt_ids if job.sampling.repetition_penalty != 1.0 else None
-    config = SlotConfig(job.sampling, job.seed, job.stop_ids, prompt)
-    wave.before.append(StateOp(OpKind.ZERO_SLAB, sequence.slab))
-    wave.before.append(StateOp(OpKind.CONFIGURE, sequence.slot, data=config))
-    if job.forced is not None:
-        wave.before.append(StateOp(OpKind.FORCE, sequence.slot, data=job.forced))
-    wave.edits.append(TableEdit(sequence.slot, 0, sequence.blocks))
+    def _load(self, running: Items[Sequence]) -> Items[Sequence]:
+        """Copy state from the host for newcomers that start from it; who can have a row."""
+        room = self.cache.policy.move_bytes
+        still: set[int] = set()
+        for sequence in self.newcomers:
+            load = sequence.load
+            if load is not None:
+                load.unplan()
+                if room > 0:
+                    ops = load.take(room)
+                    self.wave.before += ops
+                    room -= sum(op.data.nbytes for op in ops)
+                if load.ready:
+                    still.add(sequence.number)
+        self.moves = True
+        return [s for s in running if s.number not in still]
+
+    def _edit(self, sequence: Sequence) -> None:
+        """Tell the engine of blocks that are new in a sequence's table."""
+        entries = len(sequence.blocks)
+        if entries > sequence.tabled:
+            new = sequence.blocks[sequence.tabled :]
+            self.wave.edits.append(TableEdit(sequence.slot, sequence.tabled, new))
+            self._edited.append((sequence, entries))
+
+    def _mask(self, sequence: Sequence, guide: Guide) -> None:
+        """Give the engine a mask that it does not have."""
+        if guide.version != sequence.masked:
+            self.wave.before.append(StateOp(OpKind.MASK, sequence.slot, data=guide.mask))
+            self._masked.append((sequence, guide.version))
+
+    def _set_up(self, sequence: Sequence) -> None:
+        """Prepare the engine for a sequence that was just given its memory."""
+        job, before = sequence.job, self.wave.before
+        adopted, load = sequence.adopted, sequence.load
+        if load is not None:
+            before += self.cache.copy_of(sequence, load.checkpoint)
+        elif adopted is None:
+            before.append(StateOp(OpKind.ZERO_SLAB, sequence.slab))
+        else:
+            device = adopted.device
+            assert device is not None
+            before.append(StateOp(OpKind.COPY_SLAB, device.slab, sequence.slab))
+            full, partial = divmod(adopted.position, self.memory.blocks.block_tokens)
+            if partial:
+                copy = sequence.blocks[full]
+                before.append(StateOp(OpKind.COPY_BLOCK, device.blocks[full], copy))
+        # Only the repetition penalty looks at the prompt.
+        prompt = job.prompt_ids if job.sampling.repetition_penalty != 1.0 else None
+        output = np.array(sequence.output, np.int32) if sequence.output else None
+        config = SlotConfig(job.sampling, job.seed, job.stop_ids, prompt, output)
+        before.append(StateOp(OpKind.CONFIGURE, sequence.slot, data=config))
+        forced = job.forced
+        if forced is not None and len(forced) > len(sequence.output):
+            forced = forced[len(sequence.output) :]
+            before.append(StateOp(OpKind.FORCE, sequence.slot, data=forced))

@@ -2,8 +2,9 @@
 
 A turn applies the results, retires memory, admits, plans and submits the next wave, and only then
 calls the sinks, so the engine idles for microseconds while text work overlaps with the running
-wave. One wave is in flight at a time. Owner of all sequences and, through Memory, of the engine's
-pools."""
+wave. One wave is in flight at a time, or with submit-ahead a second one while all that runs just
+decodes: its rows take the tokens that the first one samples, inside the engine. Owner of all
+sequences and, through Memory, of the engine's pools."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from collections.abc import Callable
 
 from kslserve import log
 from kslserve.core.usage import FinishReason
-from kslserve.engine.types import Done, Engine
+from kslserve.engine.types import Done, Engine, RowDone
 from kslserve.errors import (
     BadLogits,
     ContextLengthExceeded,
@@ -25,8 +26,11 @@ from kslserve.errors import (
     Unavailable,
 )
 from kslserve.metrics import Metrics
-from kslserve.sched.admit import Waiting, admit
+from kslserve.sched.cache.diskstore import Scan
+from kslserve.sched.cache.manager import PrefixCache
+from kslserve.sched.cache.tiers import Disk
 from kslserve.sched.deadlines import CallLater, Deadlines, Timer
+from kslserve.sched.entrance import Entrance
 from kslserve.sched.fanout import Outbox
 from kslserve.sched.limits import SchedLimits as SchedLimits
 from kslserve.sched.limits import SchedMetrics
@@ -34,14 +38,16 @@ from kslserve.sched.limits import Snapshot as Snapshot
 from kslserve.sched.memory import Memory
 from kslserve.sched.outgoing import Outgoing
 from kslserve.sched.plan import Budget, WaveCost
+from kslserve.sched.sequence import Guide, State
 from kslserve.sched.sequence import Job as Job
 from kslserve.sched.sequence import Sequence as Sequence
 from kslserve.sched.sequence import Sink as Sink
-from kslserve.sched.sequence import State
 
 _log = log.get("sched")
 RETRY_AFTER_S = 2
+FLUSH_TICK_S = 0.002
 RING_FULL_S = 0.001  # pause before a submit is tried again
+GRACE_S = 0.0003  # how long a wave waits for the masks of its rows
 STARTING = "The server is starting."
 STOPPING = "The server is shutting down."
 
@@ -66,6 +72,7 @@ class Scheduler:
         self._limits = limits
         self._clock = clock
         self._given_call_later = call_later
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._on_fatal = on_fatal
         self._memory = Memory(info, limits.max_seqs, limits.context)
         self._columns = info.wave_columns
@@ -77,15 +84,23 @@ class Scheduler:
         self._queue: dict[int, Sequence] = {}  # by number, in order of arrival
         self._running: list[Sequence] = []  # in order of admission
         self._numbers = 0
-        self._outgoing = Outgoing()
-        self._in_flight = False
+        memory = self._memory
+        self.cache = PrefixCache(memory, info, limits.cache, lambda: self._outgoing.id)
+        self.cache.tiers.on_change = self._cache_changed
+        self._outgoing = Outgoing(memory, self.cache)
+        self._entrance = Entrance(memory, self.cache, self._queue, self._running, clock)
+        self._flights = 0  # waves in flight
         self._careful = False  # a wave was refused: newcomers come one at a time
         self._admit_due = False  # something changed that may let a queued sequence in
+        self._guided = 0  # running sequences with a guide
         self._turn_timer: Timer | None = None
         self._refusal: str | None = STARTING
         self._fatal: str | None = None
         self._closed = False
         self._idle_waiters: list[asyncio.Future[None]] = []
+        self._wave_at: float | None = None  # when the last one was sent, or ended
+        self._ended_ns = 0  # when the last wave ended, on the engine's clock
+        self._last_error: str | None = None
         self._gauge()
 
     # ------------------------------------------------------------ for callers
@@ -96,13 +111,20 @@ class Scheduler:
         return self._memory.window
 
     @property
+    def vocab(self) -> int:
+        """Width of masks in ids."""
+        return self._engine.info.vocab
+
+    @property
     def idle(self) -> bool:
         """Nothing is queued, running, in flight or still to be told."""
-        return not (self._queue or self._running or self._in_flight) and self._outbox.empty
+        return not (self._queue or self._running or self._flights) and self._outbox.empty
 
     def start(self) -> None:
         """Attach the engine to the running loop and accept jobs."""
         self._engine.start(self._on_done)
+        if self._given_call_later is None:
+            self._loop = asyncio.get_running_loop()
         self._refusal = None
 
     def submit(self, job: Job, sink: Sink) -> Sequence:
@@ -117,7 +139,7 @@ class Scheduler:
             raise InvalidRequest("A generation needs a prompt and at least one output token.")
         if prompt >= self.window:
             raise ContextLengthExceeded(prompt, self.window)
-        if len(self._queue) >= self._limits.max_queue + self._places_free():
+        if len(self._queue) >= self._limits.max_queue + self._entrance.places_free():
             raise QueueFull(
                 f"{len(self._running)} requests run and {len(self._queue)} wait; try again later.",
                 retry_after_s=RETRY_AFTER_S,
@@ -140,6 +162,7 @@ class Scheduler:
         if sequence.state is State.ENDED or sequence.mark is not None:
             return
         sequence.mark = (FinishReason.CANCELLED, error)
+        self._outgoing.steady = False
         if not sequence.in_flight:
             self._end(sequence)
             self._call_turn()
@@ -155,6 +178,28 @@ class Scheduler:
                 self.cancel(sequence, Unavailable(STOPPING))
             await self._wait_idle()
 
+    def use_disk(self, disk: Disk, scan: Scan) -> None:
+        """Give the prefix cache a disk tier. Called before `start`, or soon after it."""
+        self.cache.tiers.disk = disk
+        self.cache.tiers.restore(scan)
+
+    async def flush(self, budget_s: float) -> None:
+        """After `drain`: write the checkpoints that are worth it to disk, the best ones first, for
+        `budget_s` at most."""
+        tiers = self.cache.tiers
+        if tiers.disk is None or self._fatal is not None:
+            return
+        tiers.flush()
+        until = self._clock() + budget_s
+        while self._clock() < until and self._fatal is None:
+            if not self._flights:
+                tiers.start_save()
+                if not tiers.busy:
+                    break
+                self._call_turn()
+            await asyncio.sleep(FLUSH_TICK_S)
+        tiers.flushing = False
+
     def close(self) -> None:
         """End everything at once, without waiting for the wave in flight. Idempotent. The engine is
         the caller's to close."""
@@ -165,23 +210,38 @@ class Scheduler:
             self._turn()
 
     def snapshot(self) -> Snapshot:
-        """Counts for health and metrics."""
-        return Snapshot(
+        """Counts for health and metrics; brings the metrics up to date."""
+        memory, metrics = self._memory, self._metrics
+        age = None if self._wave_at is None else round(self._clock() - self._wave_at, 3)
+        snapshot = Snapshot(
             queued=len(self._queue),
             running=len(self._running),
-            blocks_free=self._memory.blocks.free,
-            blocks_total=self._memory.blocks.count,
-            waves=int(self._metrics.waves.value),
-            in_flight=self._in_flight,
-            prompt_tokens=int(self._metrics.prompt_tokens.value),
-            output_tokens=int(self._metrics.output_tokens.value),
+            slots_free=memory.slots.free,
+            slots_total=memory.slots.count,
+            slabs_free=memory.slabs.free,
+            slabs_total=memory.slabs.count,
+            blocks_free=memory.available,
+            blocks_cached=memory.blocks.evictable,
+            blocks_total=memory.blocks.count,
+            waves=int(metrics.waves.value),
+            in_flight=self._flights > 0,
+            wave_age_s=age,
+            preemptions=int(metrics.events["preemption"].value),
+            prompt_tokens=int(metrics.prompt_tokens.value),
+            output_tokens=int(metrics.output_tokens.value),
+            cache=self.cache.snapshot(),
+            last_error=self._last_error,
             fatal=self._fatal,
         )
+        metrics.publish(snapshot)
+        return snapshot
 
     def check(self) -> None:
-        """Assert that all memory is free, retired or held by one running sequence, that positions
-        are in order, and that nobody who waits holds anything."""
-        self._memory.check(self._running)
+        """Assert that all memory is free, retired, cached or held by one running sequence, that
+        positions are in order, and that nobody who waits holds anything."""
+        cache = self.cache
+        self._memory.check(self._running, cache.held_slabs(), cache.held_blocks())
+        cache.check()
         for s in self._queue.values():
             assert s.state is State.QUEUED, s.describe()
             assert s.slot == s.slab == -1, s.describe()
@@ -193,7 +253,7 @@ class Scheduler:
         """Engine callback: the wave in flight ended."""
         if self._closed or self._fatal is not None:
             return
-        self._in_flight = False
+        self._flights -= 1
         if done.error is not None:
             self._die(done.error)
         else:
@@ -206,8 +266,10 @@ class Scheduler:
             self._turn_timer = None
         if self._clock() >= self._deadlines.due:
             self._expire()
-        if not self._in_flight:
+        if not self._flights:
             self._advance()
+        if self._flights == 1 and self._limits.submit_ahead:
+            self._run_ahead()
         self._outbox.tell()
         if self._idle_waiters and self.idle:
             for waiter in self._idle_waiters:
@@ -218,42 +280,65 @@ class Scheduler:
     def _apply(self, done: Done) -> None:
         """Move positions, note tokens, end what is finished, free what the wave held."""
         self._memory.complete(done.wave)
+        if self.cache.landing and self.cache.complete():
+            self._admit_due = True
+        if self._outgoing.loaded:
+            self._outgoing.complete()
+        if self._entrance.waiting:
+            self._admit_due = True
         spoken = self._outbox.spoken
+        decoding = self._outgoing.columns - self._outgoing.prompt
         prompt = sampled = 0
         for sequence, result in zip(self._outgoing.sequences, done.rows, strict=True):
-            sequence.in_flight = False
+            if sequence.state is State.ENDED:
+                continue  # by the wave before this one; the engine knew, and did nothing
+            sequence.in_flight -= 1
             before = sequence.computed
             sequence.computed = position = result.position
             if before < sequence.prompt_tokens:
                 prompt += min(position, sequence.prompt_tokens) - before
-            if sequence.mark is not None:
-                self._end(sequence)
-                continue
             tokens = result.tokens
+            if sequence.mark is not None:
+                sequence.output += tokens
+                if not sequence.in_flight:
+                    self._end(sequence)
+                continue
             if tokens:
-                sequence.output_tokens += len(tokens)
+                sequence.output += tokens
                 sampled += len(tokens)
+                spoken.append((sequence, result))
+            elif result.logprobs:
+                sequence.scored = position
                 spoken.append((sequence, result))
             if result.bad_logits:
                 text = "The model produced logits that no token can be sampled from."
                 sequence.mark = (FinishReason.CANCELLED, BadLogits(text))
             elif result.stop or result.latched:
                 sequence.mark = (FinishReason.STOP, None)
-            elif sequence.output_tokens >= sequence.limit:
+            elif len(sequence.output) >= sequence.limit:
                 sequence.mark = (sequence.limit_reason, None)
             else:
+                guide = sequence.job.guide
+                if guide is not None and tokens and self._guide(sequence, guide, result):
+                    continue
                 if tokens:
                     sequence.aim_decode(tokens[-1])
+                    if position >= sequence.room:
+                        self._outgoing.steady = False  # it needs its next block
                 continue
             self._end(sequence)
         ms = (done.ended_ns - done.started_ns) / 1e6
-        self._cost.observe(self._outgoing.columns, self._outgoing.prompt, ms)
+        if not self._outgoing.moves:
+            self._cost.observe(self._outgoing.columns, self._outgoing.prompt, ms)
         metrics = self._metrics
         metrics.wave_ms.observe(ms)
         metrics.waves.inc()
         metrics.prompt_tokens.inc(prompt)
         metrics.output_tokens.inc(sampled)
-        metrics.blocks_free.value = self._memory.blocks.free
+        if decoding:
+            # Each of them had its last token in the wave before.
+            metrics.gap_ms.observe((done.ended_ns - self._ended_ns) / 1e6, decoding)
+        self._ended_ns = done.ended_ns
 
     def _advance(self) -> None:
         """Admit, then submit the next wave if there is anything to compute."""
@@ -261,11 +346,16 @@ class Scheduler:
         while True:
             if self._admit_due:
                 self._admit()
-            if not self._running:
+            moves = self.cache.tiers.active is not None and self.cache.tiers.ready
+            if not self._running and not moves:
                 return
-            if not outgoing.steady:
+            if moves or not outgoing.steady:
                 budget = Budget(self._columns, self._cost.chunk)
+                if self._guided:
+                    self._wait_for_masks()
                 outgoing.plan(self._running, budget, one_newcomer=self._careful)
+                if outgoing.empty:
+                    return
             try:
                 accepted = self._engine.submit(outgoing.next())
             except EnginePoisoned as error:
@@ -278,44 +368,125 @@ class Scheduler:
             if accepted:
                 self._outbox.admitted += outgoing.newcomers
                 outgoing.sent()
-                self._in_flight = True
+                self._flights += 1
+                self._wave_at = self._clock()
                 self._careful = self._careful and not outgoing.steady
             else:
                 self._call_turn(RING_FULL_S)
             return
 
+    def _run_ahead(self) -> None:
+        """Submit the wave after the one in flight, if it is sure to be wanted: the same sequences
+        decode, none is at its limit or at the end of its blocks, and nobody waits for a place."""
+        outgoing = self._outgoing
+        if not outgoing.steady or (self._admit_due and self._queue):
+            return
+        if self._guided or self.cache.tiers.active is not None:
+            return  # the next mask, or the next copy, is the host's to give
+        for sequence in outgoing.sequences:
+            if sequence.computed + 1 >= sequence.room:
+                return
+            if len(sequence.output) + 1 >= sequence.limit:
+                return
+        for sequence in outgoing.sequences:
+            sequence.aim_ahead()
+        try:
+            accepted = self._engine.submit(outgoing.next())
+        except EnginePoisoned as error:
+            self._die(error.message)
+        except EngineError as error:
+            # Whatever is wrong is found again, and blamed, when this wave is planned anew.
+            self._last_error = error.message
+            accepted = False
+        else:
+            if accepted:
+                outgoing.sent()
+                self._flights += 1
+                return
+        outgoing.steady = False
+
+    def _guide(self, sequence: Sequence, guide: Guide, result: RowDone) -> bool:
+        """Tell a guide of new tokens and append what it forces; True if that ended or re-aimed its
+        sequence."""
+        forced = guide.advance(result.tokens)
+        if not guide.ready or guide.version != sequence.masked:
+            self._outgoing.steady = False
+        if not forced:
+            return False
+        if len(sequence.output) + len(forced) >= sequence.limit:
+            sequence.mark = (sequence.limit_reason, None)
+            self._end(sequence)
+            return True
+        self._outgoing.steady = False
+        sequence.append(forced)
+        result.tokens = (*result.tokens, *forced)
+        if result.logprobs is not None:
+            result.logprobs = [*result.logprobs, *([(token, 0.0)] for token in forced)]
+        return True
+
+    def _wait_for_masks(self) -> None:
+        """Give late masks a moment. A row whose mask is later sits out this wave."""
+        end = time.monotonic() + GRACE_S
+        for sequence in self._running:
+            guide = sequence.job.guide
+            if guide is None or guide.wait(max(0.0, end - time.monotonic())):
+                continue
+            self._metrics.events["mask_late"].inc()
+            guide.when_ready(self._mask_made)
+
+    def _mask_made(self) -> None:
+        """Perhaps in another thread."""
+        if self._loop is None:
+            self._call_turn()
+        else:
+            self._loop.call_soon_threadsafe(self._turn)
+
     def _admit(self) -> None:
         self._admit_due = False
-        memory = self._memory
-        if not self._queue or not self._places_free():
-            return
-        waiting = [
-            Waiting(n, s.job.priority, s.job.side, memory.reserve_for(s), s.overtaken)
-            for n, s in self._queue.items()
-        ]
         now = self._clock()
-        for number in admit(waiting, self._places_free(), memory.blocks.free):
-            sequence = self._queue.pop(number)
-            for other in self._queue.values():
-                if other.number > number:
+        while True:
+            sequence = self._entrance.next()
+            if sequence is None:
+                victim = self._entrance.victim()
+                if victim is None:
                     break
-                other.overtaken += 1
-            memory.give(sequence)
+                self._preempt(victim)
+                continue
             sequence.state = State.RUNNING
             sequence.fresh = True
             sequence.admitted = now
             self._running.append(sequence)
+            self._guided += sequence.job.guide is not None
             self._outgoing.steady = False
         self._gauge()
 
+    def _preempt(self, sequence: Sequence) -> None:
+        """Checkpoint, release, queue again at its old place."""
+        self._running.remove(sequence)
+        self._guided -= sequence.job.guide is not None
+        self.cache.leave(sequence, keep=True)
+        self._memory.take_back(sequence)
+        sequence.start_over(self._clock())
+        self._queue[sequence.number] = sequence
+        by_number = sorted(self._queue.items())
+        self._queue.clear()
+        self._queue.update(by_number)
+        self._deadlines.watch((sequence,), sequence.queued, self._call_later)
+        self._outgoing.steady = False
+        self._metrics.events["preemption"].inc()
+
     # ------------------------------------------------------------ ends
 
-    def _end(self, sequence: Sequence) -> None:
-        """Release its memory; its sink hears of it after the next submit. mark is set."""
+    def _end(self, sequence: Sequence, keep: bool = True) -> None:
+        """Release its memory; its sink hears of it after the next submit. mark is set. keep: its
+        state may become a checkpoint."""
         if sequence.state is State.QUEUED:
             del self._queue[sequence.number]
+            self._entrance.forget(sequence)
         else:
             self._running.remove(sequence)
+            self._guided -= sequence.job.guide is not None
+            self.cache.leave(sequence, keep=keep and self._is_good(sequence))
             self._memory.take_back(sequence)
         sequence.state = State.ENDED
         self._outbox.ended.append(sequence)
@@ -328,17 +499,21 @@ class Scheduler:
         fault, since the others ran before; with none, all that had a row end."""
         newcomers = self._outgoing.newcomers
         self._outgoing.steady = False
+        if self.cache.tiers.refused():
+            return
         if len(newcomers) > 1:
             self._careful = True
             return
         blamed = list(newcomers or self._outgoing.sequences)
+        self._last_error = error.message
+        self._metrics.events["refused_wave"].inc()
         _log.error("wave refused", error=error.message, sequences=len(blamed))
         for sequence in blamed:
             self.cancel(sequence, error)
 
     def _die(self, text: str) -> None:
         """The engine is lost: end everything, refuse everything."""
-        self._fatal = text
+        self._fatal = self._last_error = text
         _log.error("engine failed", error=text)
         self._abandon(EnginePoisoned(text))
         if self._on_fatal is not None:
@@ -346,11 +521,12 @@ class Scheduler:
 
     def _abandon(self, error: KslError) -> None:
         """End everything without waiting for the wave in flight, which will never be heard of."""
-        self._in_flight = False
+        self._flights = 0
+        self.cache.abandon()
         for sequence in self._live():
             if sequence.mark is None:
                 sequence.mark = (FinishReason.CANCELLED, error)
-            self._end(sequence)
+            self._end(sequence, keep=False)
         self._memory.complete(self._outgoing.id)
         self._deadlines.stop()
         self._gauge()
@@ -370,16 +546,22 @@ class Scheduler:
     def _live(self) -> list[Sequence]:
         return [*self._queue.values(), *self._running]
 
-    def _places_free(self) -> int:
-        memory = self._memory
-        free = min(memory.slots.free, memory.slabs.free)
-        return min(free, memory.places - len(self._running))
+    def _cache_changed(self) -> None:
+        """A file was read or written."""
+        self._admit_due = True
+        self._call_turn()
+
+    def _is_good(self, sequence: Sequence) -> bool:
+        """Whether its state is what its tokens make it."""
+        if sequence.fresh:
+            return False
+        assert sequence.mark is not None
+        return not isinstance(sequence.mark[1], BadLogits)
 
     def _gauge(self) -> None:
         metrics = self._metrics
         metrics.running.value = len(self._running)
         metrics.queued.value = len(self._queue)
-        metrics.blocks_free.value = self._memory.blocks.free
 
     def _call_later(self, delay_s: float, callback: Callable[[], None]) -> Timer:
         if self._given_call_later is not None:

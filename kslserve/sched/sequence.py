@@ -1,8 +1,8 @@
 """Sequence: one token timeline being computed for a request.
 
 The timeline is prompt + output. `known` tokens exist, `computed` positions are in the engine's
-state; every plan moves computed toward known, so a prompt chunk and a decode step are the same
-arithmetic:
+state; every plan moves computed toward known, so a prompt chunk, a decode step, the rest after an
+adopted checkpoint and the way back of a preempted sequence are the same arithmetic:
 
     0 <= computed <= known == prompt + output,   computed == known - 1 while the next row decodes
 """
@@ -10,8 +10,10 @@ arithmetic:
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +23,12 @@ from kslserve.core.usage import FinishReason
 from kslserve.engine.types import Row, RowKind
 from kslserve.errors import KslError
 
+if TYPE_CHECKING:
+    from kslserve.sched.cache.checkpoint import Checkpoint
+    from kslserve.sched.cache.index import Node
+    from kslserve.sched.cache.moves import Transfer
+    from kslserve.sched.cache.saves import SavePoint
+
 Ids = npt.NDArray[np.int32]
 
 
@@ -28,7 +36,11 @@ Ids = npt.NDArray[np.int32]
 class Job:
     """What to generate. prompt_ids: int32 [n], n >= 1. max_new_tokens >= 1. priority: lower runs
     first; side: a short request beside the main work, first among equals. forced: int32 ids that
-    the engine must sample (engines opened with test hooks only)."""
+    the engine must sample (engines opened with test hooks only). boundaries: positions of the
+    prompt, ascending, before which later prompts will be the same; the last one is where the turns
+    end and the opening of the answer begins. score: report the log-probability of every prompt
+    token but the first, beside `sampling.logprobs` most likely ones; nothing of the prompt comes
+    from a checkpoint then. guide: says what may be sampled, None for anything."""
 
     prompt_ids: Ids
     max_new_tokens: int
@@ -38,17 +50,47 @@ class Job:
     priority: int = 0
     side: bool = False
     forced: Ids | None = None
+    boundaries: tuple[int, ...] = ()
+    score: bool = False
+    guide: Guide | None = None
+
+
+class Guide(Protocol):
+    """Says which ids one sequence may sample. Called on the loop. Its sequence never drafts.
+
+    ready: `mask` is that of the next position, uint32 [ceil(vocab / 32)] or None for no mask; until
+    then nothing can be sampled. version: changes with the mask, 0 while there was none."""
+
+    @property
+    def ready(self) -> bool: ...
+    @property
+    def mask(self) -> npt.NDArray[np.uint32] | None: ...
+    @property
+    def version(self) -> int: ...
+
+    def advance(self, ids: Items[int]) -> list[int]:
+        """Ids that a wave sampled, not the last ones of the sequence. Returns those that must come
+        next: they count as sampled, and are not to be given to `advance`."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block for at most the time; True if it is ready."""
+
+    def when_ready(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called when it is ready, perhaps in another thread, perhaps now."""
 
 
 class Sink(Protocol):
     """Hears of one sequence, on the event loop, after the next wave was submitted. Never called
     from inside `submit` or `cancel`. A method that raises ends the sequence."""
 
-    def admitted(self) -> None:
-        """The sequence holds its memory and runs."""
+    def admitted(self, cached_tokens: int) -> None:
+        """The sequence holds its memory and runs. cached_tokens: prompt positions that were not
+        computed for it. Once, also where it is preempted later."""
 
     def tokens(self, ids: list[int], logprobs: list[list[tuple[int, float]]] | None) -> None:
-        """Sampled ids of one wave, a stop id included. logprobs: per id [(id, logprob), top...]."""
+        """Sampled ids of one wave, a stop id included. logprobs: per id [(id, logprob), top...].
+        Of a job with `score`, before its first id: no ids, and the log-probabilities of the next
+        prompt tokens."""
 
     def ended(self, reason: FinishReason, error: KslError | None) -> None:
         """Nothing follows. Exactly once. error: set when it failed (reason is then CANCELLED)."""
@@ -63,34 +105,57 @@ class State(enum.Enum):
 class Sequence:
     """Mutable record owned by the scheduler; callers read ids and counts only.
 
-    number orders arrivals; arrived and admitted are clock times. limit: most output tokens;
-    limit_reason: what reaching it is called. mark: why it must end as soon as no row of it is in
-    flight. last_wave: newest wave that touches its memory. fresh: it holds memory, and no wave has
-    carried its set-up yet. overtaken: later arrivals that were admitted first.
+    number orders arrivals; arrived, queued (last) and admitted are clock times. limit: most output
+    tokens; limit_reason: what reaching it is called. output: every sampled id. ids: what was known
+    when it was admitted, the prompt at first; decoding begins behind them. mark: why it must end as
+    soon as no row of it is in flight. in_flight: rows of it that are. last_wave: newest wave that
+    touches its memory. fresh: it holds memory, and no wave has carried its set-up yet. overtaken:
+    later arrivals that were admitted first; preempted: times that it gave way.
+
+    blocks: of its positions so far; `reserved` more are promised to it; the engine's table has the
+    first `tabled`. room: positions that the blocks hold. adopted: the checkpoint that it starts
+    from, until a wave has copied it; load: or how it is copied from host memory, wave by wave,
+    before its first row. cached_tokens: prompt positions that came from a checkpoint. saves:
+    positions of its prompt that get one. path: its prompt in the index of prefixes. scored: prompt
+    positions whose scores were told. masked: version of its guide's mask that the engine has.
     """
 
     __slots__ = (
         "_next",
         "admitted",
+        "adopted",
         "arrived",
         "blocks",
+        "cached_tokens",
         "computed",
         "fresh",
+        "ids",
         "in_flight",
         "job",
         "last_wave",
         "limit",
         "limit_reason",
+        "load",
         "mark",
+        "masked",
         "number",
-        "output_tokens",
+        "output",
         "overtaken",
+        "path",
+        "preempted",
         "prompt_tokens",
+        "queued",
+        "reserved",
+        "room",
         "row",
+        "saves",
+        "scored",
         "sink",
         "slab",
         "slot",
         "state",
+        "tabled",
+        "told",
     )  # fmt: skip
 
     def __init__(self, number: int, job: Job, sink: Sink, arrived: float) -> None:
@@ -98,44 +163,110 @@ class Sequence:
         self.job = job
         self.sink = sink
         self.state = State.QUEUED
-        self.arrived = arrived
+        self.arrived = self.queued = arrived
         self.admitted = 0.0
         self.prompt_tokens = len(job.prompt_ids)
-        self.output_tokens = 0
+        self.output: list[int] = []
+        self.ids = job.prompt_ids
         self.computed = 0
         self.limit = job.max_new_tokens
         self.limit_reason = FinishReason.LENGTH
         self.slot = -1
         self.slab = -1
         self.blocks: list[int] = []
+        self.reserved = 0
+        self.tabled = 0
+        self.room = 0
         self.last_wave = 0
-        self.in_flight = False
+        self.in_flight = 0
         self.fresh = False
+        self.told = False  # the sink has heard of its admission
         self.mark: tuple[FinishReason, KslError | None] | None = None
         self.overtaken = 0
+        self.preempted = 0
+        self.cached_tokens = 0
+        self.adopted: Checkpoint | None = None
+        self.load: Transfer | None = None
+        self.saves: list[SavePoint] = []
+        self.scored = 0
+        self.masked = 0
+        self.path: Node | None = None
         # One row for every wave: in decode only its start and its token change.
         self._next = [0]
         self.row = Row(RowKind.PREFILL, -1, -1, 0, 1, self._next)
 
     @property
+    def output_tokens(self) -> int:
+        return len(self.output)
+
+    @property
     def known(self) -> int:
-        return self.prompt_tokens + self.output_tokens
+        return self.prompt_tokens + len(self.output)
 
     @property
     def prompt_left(self) -> int:
-        """Prompt positions that are not computed yet; 0 from the first decode row on."""
-        return max(self.prompt_tokens - self.computed, 0)
+        """Positions to compute before it decodes; 0 from the first decode row on."""
+        return max(len(self.ids) - self.computed, 0)
 
-    def aim_prompt(self, n: int) -> None:
-        """Make the row the next n prompt positions; it samples when they are the last ones."""
+    def computed_ids(self) -> Ids:
+        """The tokens of all computed positions."""
+        prompt = self.job.prompt_ids
+        if self.computed <= self.prompt_tokens:
+            return prompt[: self.computed]
+        output = np.array(self.output[: self.computed - self.prompt_tokens], dtype=np.int32)
+        return np.concatenate([prompt, output])
+
+    def start_over(self, now: float) -> None:
+        """It gave way, holds nothing any more and will be admitted again with what is known now."""
+        if self.output:
+            output = np.array(self.output, dtype=np.int32)
+            self.ids = np.concatenate([self.job.prompt_ids, output])
+        self.state = State.QUEUED
+        self.queued = now
+        self.computed = 0
+        self.preempted += 1
+        self.masked = 0
+        self.saves = []
+
+    def row_limit(self, n: int) -> int:
+        """Positions of the next prompt row, of the n that it may have: scored ones and others do
+        not share a row."""
+        last = self.prompt_tokens - 1
+        if not self.job.score or self.computed >= last:
+            return n
+        edge = self.scored if self.computed < self.scored else last
+        return min(n, edge - self.computed)
+
+    def aim_prompt(self, n: int, cuts: tuple[tuple[int, int], ...] = ()) -> None:
+        """Make the row the next n positions of `ids`, n within `row_limit`; it samples when they
+        are the last ones. cuts: (offset, slab) where the state is copied on the way."""
         row = self.row
         end = self.computed + n
-        if end == self.prompt_tokens:
+        if end == len(self.ids):
             row.kind = RowKind.LAST
             row.top_n = self.job.sampling.logprobs
+        elif self.job.score and self.scored <= self.computed < self.prompt_tokens - 1:
+            row.kind = RowKind.SCORE
+            row.top_n = self.job.sampling.logprobs
+        else:
+            row.kind = RowKind.PREFILL
+            row.top_n = None
         row.start = self.computed
         row.n = n
-        row.tokens = self.job.prompt_ids[self.computed : end]
+        row.tokens = self.ids[self.computed : end + (row.kind is RowKind.SCORE)]
+        row.cuts = cuts
+
+    @property
+    def held_up(self) -> bool:
+        """Its mask is not made yet."""
+        guide = self.job.guide
+        return guide is not None and not guide.ready
+
+    def append(self, ids: Items[int]) -> None:
+        """Ids that follow the output without being sampled: they are computed like a prompt."""
+        self.output += ids
+        output = np.array(self.output, dtype=np.int32)
+        self.ids = np.concatenate([self.job.prompt_ids, output])
 
     def aim_decode(self, token: int) -> None:
         """Make the row feed the last sampled token and sample the next."""
@@ -144,6 +275,13 @@ class Sequence:
         row.n = 1
         self._next[0] = token
         row.tokens = self._next
+        row.cuts = ()
+
+    def aim_ahead(self) -> None:
+        """Make the row the one after the decode row in flight, whose token only the engine has."""
+        row = self.row
+        row.start = self.computed + 1
+        self._next[0] = -1
 
     def describe(self) -> dict[str, Any]:
         """Fields for a log line."""
@@ -152,5 +290,6 @@ class Sequence:
             "prompt": self.prompt_tokens,
             "output": self.output_tokens,
             "computed": self.computed,
+            "cached": self.cached_tokens,
             "state": self.state.value,
         }

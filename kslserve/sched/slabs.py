@@ -28,6 +28,11 @@ class IndexPool:
         """Indices that can be taken now; retired ones are not among them."""
         return len(self._free)
 
+    @property
+    def retired(self) -> int:
+        """Indices that wait for a wave."""
+        return len(self._retired.indices())
+
     def take(self) -> int:
         """A free index. The caller has checked `free`; ValueError otherwise."""
         if not self._free:

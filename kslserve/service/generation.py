@@ -21,9 +21,12 @@ from kslserve.core.events import (
     ToolCallEnd,
 )
 from kslserve.core.usage import FinishReason, Usage
+from kslserve.engine.types import Ids
 from kslserve.errors import KslError
 from kslserve.parse.stops import StopMatcher
 from kslserve.parse.stream import OutputParser
+from kslserve.service.echo import Turn
+from kslserve.service.turnlog import TurnLog
 from kslserve.text.detokenizer import Detokenizer
 from kslserve.text.tokenizer import Tokenizer
 
@@ -52,10 +55,13 @@ class Generation:
         one_call: bool = False,
         opening: str = "",
         on_ended: Callable[[Generation], None] | None = None,
+        turn_head: Ids | None = None,
+        on_turn: Callable[[Turn], None] | None = None,
     ) -> None:
         """one_call: the generation ends with its first complete tool call. opening: forced output
         that the prompt already holds; it is parsed as if the model had written it, and not
-        counted."""
+        counted. turn_head: int32, the prompt's ids from the start of the turn on; on_turn: who
+        hears of the turn when its client has got all of it."""
         self.seed = seed
         self.usage = Usage(prompt_tokens=prompt_tokens)
         self.created_at = time.monotonic()
@@ -68,7 +74,10 @@ class Generation:
         self._detokenizer = Detokenizer(tokenizer)
         self._parser = parser
         self._stops = StopMatcher(tuple(stops)) if stops else None
-        self._on_events = on_events
+        self._client = on_events
+        self._turn = TurnLog(tokenizer, turn_head, stop_ids) if turn_head is not None else None
+        self._on_turn = on_turn
+        self._on_events = on_events if self._turn is None else self._noting
         self._on_ended = on_ended
         self._max_new_tokens = max_new_tokens
         self._stop_ids = frozenset(stop_ids)
@@ -92,7 +101,9 @@ class Generation:
 
     # ------------------------------------------------------------ sink
 
-    def admitted(self) -> None:
+    def admitted(self, cached_tokens: int = 0) -> None:
+        """It runs; cached_tokens positions of its prompt need not be computed."""
+        self.usage.cached_tokens = cached_tokens
         self.admitted_at = time.monotonic()
         events: list[Event] = [Started()]
         if self._opening:
@@ -107,6 +118,8 @@ class Generation:
             self.first_token_at = time.monotonic()
         usage = self.usage
         usage.completion_tokens += len(ids)
+        if self._turn is not None:
+            self._turn.ids += ids
         last = ids[-1] in self._stop_ids
         if logprobs is None and not self._parser.in_reasoning:
             events = self._parse(ids[:-1] if last else ids)
@@ -115,10 +128,13 @@ class Generation:
             if last and self._parser.in_reasoning:
                 usage.reasoning_tokens += 1
         if self._stops is not None or self._one_call:
-            events, cut = self._cut(events)
+            kept, cut = self._cut(events)
             if cut is not None:
-                self._stop_here(events, cut)
+                if kept[-1:] != events[-1:]:
+                    self._turn = None  # more was sampled than is shown
+                self._stop_here(kept, cut)
                 return
+            events = kept
         if last or usage.completion_tokens >= self._max_new_tokens:
             # The scheduler ends this sequence in the same turn: one batch instead of two.
             self._held = events
@@ -211,6 +227,16 @@ class Generation:
         self._close(reason, None)
         events.append(Finished(reason, self.usage, stop_string or None))
         self._on_events(events)
+        log, self._turn = self._turn, None
+        if log is not None and self._on_turn is not None:
+            turn = log.turn(reason)
+            if turn is not None:
+                self._on_turn(turn)
+
+    def _noting(self, events: list[Event]) -> None:
+        if self._turn is not None:
+            self._turn.events += events
+        self._client(events)
 
     def _close(self, reason: FinishReason, error: KslError | None) -> None:
         self.ended_at = time.monotonic()

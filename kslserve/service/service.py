@@ -6,17 +6,28 @@ service. Runs on the event loop.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
 
 from kslserve.core.request import Request, ToolChoice
+from kslserve.core.sampling import SamplingParams
+from kslserve.core.usage import FinishReason
+from kslserve.engine.types import Ids
 from kslserve.errors import InvalidRequest, KslError
 from kslserve.metrics import Metrics
 from kslserve.parse.stream import OutputParser
-from kslserve.sched.scheduler import Job, Scheduler
+from kslserve.sched.scheduler import Job, Scheduler, Sink
+from kslserve.service.constrain import Constraint, call_on
 from kslserve.service.generation import Generation, OnEvents
+from kslserve.service.guides import Guides
 from kslserve.service.model import ServedModel
 from kslserve.service.prepare import Prepared, Preparer
+from kslserve.service.recoveries import Recoveries
+from kslserve.text.rendered import Rendered
 from kslserve.text.tokenizer import Tokenizer
 
 SIDE_PROMPT_TOKENS = 2048
@@ -39,6 +50,31 @@ class _Counts:
         self.total = metrics.histogram("generation_seconds", "submit to end", _SECONDS)
 
 
+def new_seed(seed: int | None) -> int:
+    """The seed of a generation: the one asked for, or a random one."""
+    return secrets.randbits(_SEED_BITS) if seed is None else seed & _SEED_MASK
+
+
+class Tracked(Sink, Protocol):
+    """What the service counts: a sink that knows its times and its end. Times are of
+    time.monotonic(), None until they happened."""
+
+    @property
+    def created_at(self) -> float: ...
+    @property
+    def admitted_at(self) -> float | None: ...
+    @property
+    def first_token_at(self) -> float | None: ...
+    @property
+    def ended_at(self) -> float | None: ...
+    @property
+    def reason(self) -> FinishReason | None: ...
+    @property
+    def error(self) -> KslError | None: ...
+    def attach(self, cancel: Callable[[KslError | None], None]) -> None: ...
+    def cancel(self, error: KslError | None = None) -> None: ...
+
+
 class Service:
     def __init__(
         self,
@@ -47,13 +83,20 @@ class Service:
         preparer: Preparer,
         scheduler: Scheduler,
         metrics: Metrics,
+        *,
+        recoveries: Recoveries | None = None,
+        test_hooks: bool = False,
     ) -> None:
+        """recoveries: None counts them and keeps no text. test_hooks: obey Request.force."""
         self.model = model
         self.scheduler = scheduler
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.preparer = preparer
+        self._guides = Guides(tokenizer, scheduler.vocab)
+        self._recoveries = recoveries or Recoveries(metrics)
+        self._test_hooks = test_hooks
         self._counts = _Counts(metrics)
-        self._live: set[Generation] = set()
+        self._live: set[Tracked] = set()
 
     @property
     def live(self) -> int:
@@ -65,17 +108,19 @@ class Service:
     ) -> Generation:
         """Prepare and submit. on_events gets every event of the generation, on the loop, after this
         returned. Raises InvalidRequest, ContextLengthExceeded, QueueFull or Unavailable."""
-        self._check(request)
+        self.check_sampling(request.sampling)
         prepared = await self.preparer.prepare(request)
-        return self._submit(request, prepared, on_events, new_call_id)
+        guide = await self._guides.make(request, thinking_open=prepared.thinking_open)
+        return self._submit(request, prepared, guide, on_events, new_call_id)
 
     def cancel_all(self, error: KslError) -> None:
         """End every live generation with an error for its client."""
         for generation in list(self._live):
             generation.cancel(error)
 
-    def _check(self, request: Request) -> None:
-        for token, _ in request.sampling.logit_bias:
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        """Raise InvalidRequest for token ids that the model does not have."""
+        for token, _ in sampling.logit_bias:
             if token >= self.model.vocab:
                 raise InvalidRequest(
                     f"logit_bias names token {token}, but the vocabulary has {self.model.vocab}.",
@@ -86,13 +131,15 @@ class Service:
         self,
         request: Request,
         prepared: Prepared,
+        guide: Constraint | None,
         on_events: OnEvents,
         new_call_id: Callable[[], str],
     ) -> Generation:
-        seed = request.sampling.seed
-        seed = secrets.randbits(_SEED_BITS) if seed is None else seed & _SEED_MASK
+        seed = new_seed(request.sampling.seed)
         tools_enabled = bool(request.tools) and request.tool_choice is not ToolChoice.NONE
-        stop_ids = () if request.ignore_eos else self.model.stop_ids
+        # JSON has an end, whatever comes after it is not part of the answer.
+        goes_on = request.ignore_eos and request.response_format is None
+        stop_ids = () if goes_on else self.model.stop_ids
         job = Job(
             prompt_ids=prepared.ids,
             max_new_tokens=prepared.max_new_tokens,
@@ -100,16 +147,28 @@ class Service:
             seed=seed,
             stop_ids=stop_ids,
             priority=request.priority,
+            boundaries=prepared.boundaries,
+            forced=self._forced(request),
+            guide=guide,
             side=not request.tools and len(prepared.ids) < SIDE_PROMPT_TOKENS,
         )
+        parser = OutputParser(
+            request.tools,
+            thinking=prepared.thinking_open,
+            tools_enabled=tools_enabled,
+            make_id=new_call_id,
+            # An answer in a format may be an object that looks like a call.
+            recover=request.response_format is None,
+            keep_text=self._recoveries.keep_text,
+        )
+
+        def ended(generation: Tracked) -> None:
+            self._recoveries.took(parser.recovered, request.tools)
+            self.ended(generation)
+
         generation = Generation(
-            tokenizer=self._tokenizer,
-            parser=OutputParser(
-                request.tools,
-                thinking=prepared.thinking_open,
-                tools_enabled=tools_enabled,
-                make_id=new_call_id,
-            ),
+            tokenizer=self.tokenizer,
+            parser=parser,
             stops=request.stop,
             on_events=on_events,
             prompt_tokens=len(prepared.ids),
@@ -119,16 +178,35 @@ class Service:
             one_call=tools_enabled
             and (request.tool_choice is ToolChoice.NAMED or not request.parallel_tool_calls),
             opening=prepared.opening,
-            on_ended=self._ended,
+            on_ended=ended,
+            turn_head=prepared.turn_head,
+            on_turn=lambda turn: self.preparer.echo.record(turn, prepared.context),
         )
+        self.submit(job, generation)
+        if guide is not None:
+            loop = asyncio.get_running_loop()
+            guide.when_failed(lambda error: call_on(loop, generation.cancel, error))
+        return generation
+
+    def submit(self, job: Job, generation: Tracked) -> None:
+        """Queue a job whose sink is `generation`, and count it until `ended` hears of it. Raises
+        what Scheduler.submit raises."""
         sequence = self.scheduler.submit(job, generation)
         generation.attach(lambda error: self.scheduler.cancel(sequence, error))
         self._live.add(generation)
         self._counts.started.inc()
         self._counts.live.set(len(self._live))
-        return generation
 
-    def _ended(self, generation: Generation) -> None:
+    def _forced(self, request: Request) -> Ids | None:
+        """Ids that the engine must sample, with the end of the turn behind them."""
+        if request.force is None or not self._test_hooks:
+            return None
+        end = np.array(self.model.stop_ids[:1], np.int32)
+        text = Rendered(request.force, False)
+        return np.concatenate([self.tokenizer.encode_rendered(text), end])
+
+    def ended(self, generation: Tracked) -> None:
+        """A generation is over."""
         self._live.discard(generation)
         counts = self._counts
         counts.live.set(len(self._live))
@@ -146,3 +224,5 @@ class Service:
 
     def close(self) -> None:
         self.preparer.close()
+        self._guides.close()
+        self._recoveries.close()

@@ -16,13 +16,15 @@ from kslserve.engine.fake import FakeEngine
 from kslserve.engine.fingerprint import fingerprint
 from kslserve.engine.model import PoolSizes
 from kslserve.engine.scripted import Script, ScriptedEngine, ScriptedTokenizer
-from kslserve.engine.types import Engine
+from kslserve.engine.types import Engine, EngineInfo
 from kslserve.errors import ModelFileError
 from kslserve.ksl.model import ModelFile, read_texts
 from kslserve.ksl.open import open_model, open_source
+from kslserve.sched.cache.diskstore import DiskStore, Scan, StateSizes
 from kslserve.service.model import ServedModel
 from kslserve.startup.lines import describe
 from kslserve.startup.pools import free_memory_bytes, kv_format, plan_pools
+from kslserve.text.bare import BareTokenizer
 from kslserve.text.template import ChatTemplate, bundled
 from kslserve.text.tokenizer import Tokenizer
 
@@ -31,12 +33,15 @@ FALLBACK_TEMPLATE = "3.5"
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """Everything that serving needs and that takes time to make. lines: for the start message."""
+    """Everything that serving needs and that takes time to make. disk, scan: the disk tier and what
+    it holds, where there is one. lines: for the start message."""
 
     engine: Engine
     tokenizer: Tokenizer
     template: ChatTemplate
     model: ServedModel
+    disk: DiskStore | None
+    scan: Scan | None
     lines: tuple[str, ...]
 
 
@@ -45,36 +50,50 @@ def open_backend(settings: Settings, log_line: Callable[[str], None]) -> Backend
     (ModelFileError included) or EngineError with one sentence."""
     model = _open_model(settings, log_line)
     with model:
-        if model.tokenizer_json is None:
-            raise ModelFileError(
-                f"{settings.model} has no tokenizer.json: name a folder with one by --model-dir."
-            )
-        tokenizer = Tokenizer(model.tokenizer_json, model.generation.eos_ids)
-        tokenizer.require_control_ids()
+        notes = list(model.notes)
+        tokenizer = _tokenizer(settings, model, notes)
         script = None
         if settings.engine == "scripted":
             script = Script.load(settings.script, tokenizer.size)
             tokenizer = cast(Tokenizer, _ScriptTexts(tokenizer, script))
-        notes = list(model.notes)
         source = model.chat_template
         if source is None:
             source = bundled(FALLBACK_TEMPLATE)
-            notes.append(f"no chat template: the {FALLBACK_TEMPLATE} one is used")
+            if model.tokenizer_json is not None:
+                notes.append(f"no chat template: the {FALLBACK_TEMPLATE} one is used")
         template = ChatTemplate(source, tokenizer.control_tokens)
         plan = plan_pools(settings, model.spec, free_memory_bytes() - _weight_bytes(model))
         notes += plan.notes
         engine = _open_engine(settings, model, plan.sizes, tokenizer, script)
+        identity = fingerprint(model.spec, model.tensors, engine.info)
         served = ServedModel(
             name=model.name,
             context=plan.context,
             defaults=sampling_defaults(model),
-            fingerprint="ksl_" + fingerprint(model.spec, model.tensors, engine.info)[:12],
+            fingerprint="ksl_" + identity[:12],
             stop_ids=tokenizer.end_of_turn_ids,
             vocab=tokenizer.size,
             created=int(time.time()),
         )
         lines = tuple(describe(model, engine.info, served, template.version, notes))
-    return Backend(engine, tokenizer, template, served, lines)
+        disk = _open_disk(settings, identity, engine.info)
+        scan = disk.scan() if disk is not None else None
+    return Backend(engine, tokenizer, template, served, disk, scan, lines)
+
+
+def _tokenizer(settings: Settings, model: ModelFile, notes: list[str]) -> Tokenizer:
+    """The model's tokenizer; without one only token ids can be served, which a note says."""
+    if model.tokenizer_json is None:
+        if settings.engine == "scripted":
+            raise ModelFileError(f"{settings.model} has no tokenizer.json, which a script needs.")
+        notes.append(
+            "no tokenizer.json (name a folder with one by --model-dir): only /v1/completions "
+            "works, with token ids"
+        )
+        return BareTokenizer(model.spec.vocab, model.generation.eos_ids)
+    tokenizer = Tokenizer(model.tokenizer_json, model.generation.eos_ids)
+    tokenizer.require_control_ids()
+    return tokenizer
 
 
 def _open_model(settings: Settings, log_line: Callable[[str], None]) -> ModelFile:
@@ -155,6 +174,16 @@ def _open_engine(
         nice=settings.cpu_nice,
         test_hooks=settings.test_hooks,
     )
+
+
+def _open_disk(settings: Settings, identity: str, info: EngineInfo) -> DiskStore | None:
+    """The disk tier of the prefix cache, for state of exactly this model and build."""
+    if not (settings.prefix_cache and settings.prefix_cache_dir):
+        return None
+    sizes = StateSizes(
+        bytes.fromhex(identity), info.slab_bytes, info.block_bytes, info.block_tokens
+    )
+    return DiskStore(settings.prefix_cache_dir, sizes)
 
 
 def _weight_bytes(model: ModelFile) -> int:

@@ -7,10 +7,12 @@ import os
 from dataclasses import dataclass
 
 from kslserve.config import AUTO, Settings
+from kslserve.engine.budget import kv_token_bytes, slab_bytes
 from kslserve.engine.model import ModelSpec, PoolSizes
 from kslserve.errors import UsageError
 
-_KV_BYTES = {"f32": 4, "bf16": 2}
+_CACHE_SLABS_MIN, _CACHE_SLABS_MAX = 2, 64
+_CACHE_SHARE = 8  # one part in so many of the free memory may be slabs of checkpoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +30,23 @@ def kv_format(settings: Settings) -> str:
     return "bf16" if settings.kv == "auto" else settings.kv
 
 
-def kv_token_bytes(spec: ModelSpec, kv: str) -> int:
-    """Bytes of one token in every KV layer, the MTP layer's included."""
-    layers = sum(kind == "full" for kind in spec.layer_kinds) + spec.mtp_layers
-    return layers * 2 * spec.kv_heads * spec.head_dim * _KV_BYTES[kv]
+def cache_slabs(settings: Settings, spec: ModelSpec, free_bytes: int) -> int:
+    """Slabs for checkpoints: as set, or a share of the free memory within bounds; none without the
+    prefix cache."""
+    if not settings.prefix_cache:
+        return 0
+    if settings.prefix_cache_slabs != AUTO:
+        return settings.prefix_cache_slabs
+    fitting = max(free_bytes, 0) // _CACHE_SHARE // slab_bytes(spec)
+    return min(max(fitting, _CACHE_SLABS_MIN), _CACHE_SLABS_MAX)
 
 
 def plan_pools(settings: Settings, spec: ModelSpec, free_bytes: int) -> PoolPlan:
     """Size the pools. free_bytes: memory that is left beside the weights; half of it may be KV.
 
     `auto` context is the model's maximum, or what fits into that half; `auto` KV holds as many
-    whole contexts as fit, at most one per sequence. Raises UsageError for a context that cannot
+    whole contexts as fit, at most one per sequence; what sequences do not use of it holds
+    checkpoints. Raises UsageError for a context that cannot
     fit.
     """
     block = settings.block_tokens
@@ -74,13 +82,13 @@ def plan_pools(settings: Settings, spec: ModelSpec, free_bytes: int) -> PoolPlan
         blocks = contexts * blocks_per_context
     sizes = PoolSizes(
         slots=settings.max_seqs,
-        slabs=settings.max_seqs,
+        slabs=settings.max_seqs + cache_slabs(settings, spec, free_bytes),
         blocks=blocks,
         block_tokens=block,
         blocks_per_slot=min(blocks, blocks_per_context),
         # Decode rows ride beside a full prompt chunk.
         wave_columns=settings.wave_columns + settings.max_seqs,
-        ring_depth=1,
+        ring_depth=2 if settings.submit_ahead else 1,
     )
     return PoolPlan(sizes, min(context, blocks * block), tuple(notes))
 

@@ -8,9 +8,10 @@ warm turn tokenizes only what is new.
 from __future__ import annotations
 
 import sys
+import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,29 +42,30 @@ class Segmented:
 
 
 class SegmentCache:
-    """max_bytes bounds texts and ids kept; the least recently used ones go first. For one thread
-    at a time."""
+    """max_bytes bounds texts and ids kept; the least recently used ones go first. Safe to use from
+    several threads."""
 
     def __init__(self, tokenizer: Tokenizer, max_bytes: int = CACHE_BYTES) -> None:
         self._tokenizer = tokenizer
         self._max_bytes = max_bytes
+        self._lock = threading.Lock()
         self._bytes = 0
         self._segments: OrderedDict[str, Ids] = OrderedDict()
         self._single: dict[int, Ids] = {}
 
     @property
-    def bytes(self) -> int:
+    def size_bytes(self) -> int:
         """Size of what is kept."""
         return self._bytes
 
-    def encode(self, rendered: Rendered, splices: Sequence[Splice] = ()) -> Segmented:
+    def encode(self, rendered: Rendered, splices: Iterable[Splice] = ()) -> Segmented:
         """The ids of `Tokenizer.encode_rendered`, with splices (ascending, apart) put in. A
         boundary that is not at an edge of a control token moves to the last one before it. Raises
         ValueError for a splice that does not start and end at control tokens."""
         text = rendered.text
         parts: list[Ids | str] = []  # a text stands for its ids
         marks = [0]  # offsets at which a part ends
-        waiting = list(reversed(splices))
+        waiting = list(splices)[::-1]
         at = 0
         inside = 0  # offset up to which a splice covers the text
         for start, end, token in self._tokenizer.controls(text, rendered.breaks):
@@ -105,24 +107,26 @@ class SegmentCache:
         segments = self._segments
         known: dict[str, Ids] = {}
         missing: dict[str, None] = {}
-        for text in texts:
-            ids = segments.get(text)
-            if ids is None:
-                missing[text] = None
-            else:
-                segments.move_to_end(text)
-                known[text] = ids
+        with self._lock:
+            for text in texts:
+                ids = segments.get(text)
+                if ids is None:
+                    missing[text] = None
+                else:
+                    segments.move_to_end(text)
+                    known[text] = ids
         if missing:
-            for text, ids_list in zip(
-                missing, self._tokenizer.encode_plain(list(missing)), strict=True
-            ):
-                known[text] = ids = np.array(ids_list, np.int32)
-                self._keep(text, ids)
+            encoded = self._tokenizer.encode_plain(list(missing))
+            made = {t: np.array(e, np.int32) for t, e in zip(missing, encoded, strict=True)}
+            known.update(made)
+            with self._lock:
+                for text, ids in made.items():
+                    self._keep(text, ids)
         return known
 
     def _keep(self, text: str, ids: Ids) -> None:
         size = _size(text, ids)
-        if size > self._max_bytes:
+        if size > self._max_bytes or text in self._segments:
             return
         self._segments[text] = ids
         self._bytes += size

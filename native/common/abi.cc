@@ -111,7 +111,7 @@ KSL_API uint64_t ksl_sizeof(const char *name) {
 
 KSL_API int ksl_open(const ksl_config *config, const ksl_tensor *tensors, int32_t n,
                      ksl_engine **out, ksl_error *error) {
-  return ksl::engine_open(ksl::cpu_backend(), config, tensors, n, out, error);
+  return ksl::engine_open(ksl::default_backend(), config, tensors, n, out, error);
 }
 KSL_API int ksl_get_info(ksl_engine *engine, ksl_info *info) {
   return ksl::engine_info(engine, info);

@@ -44,7 +44,8 @@ struct BackendOps {
   void (*close)(Backend *backend);
 };
 
-const BackendOps *cpu_backend(void);
+// The backend that this library was linked with.
+const BackendOps *default_backend(void);
 // Names of the ISA paths of that backend that run here, separated by spaces.
 const char *kernels_list(void);
 

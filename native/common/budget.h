@@ -10,7 +10,8 @@ namespace ksl {
 //   delta  [linear_layers][lin_value_heads][lin_key_dim][lin_value_dim]
 //   conv   [linear_layers][conv_taps - 1][conv_channels], oldest column first
 //   hidden [hidden]
-// A block image is [kv_layers][2 (K, V)][block_tokens][kv_heads][head_dim] in the KV format.
+// A block image is, per KV layer, four planes [block_tokens][kv_heads][bytes of KvRow]: K values, K
+// scales, V values, V scales.
 struct Budget {
   uint64_t delta_floats, conv_floats, hidden_floats;
   uint64_t slab_bytes;
@@ -26,7 +27,13 @@ struct Budget {
 // Checks the pool and execution fields of the configuration and fills the budget. `spec` is valid.
 int budget_init(Budget *budget, const ModelSpec *spec, const ksl_config *config, ksl_error *error);
 
-// Bytes of one KV element; 0 for an unknown format.
+// Bytes of one position and KV head in each plane of a block.
+struct KvRow {
+  int k, k_scale, v, v_scale;
+};
+// All zero for an unknown format.
+KvRow kv_row(int format, int head_dim);
+// Bytes of one KV element of the formats without scales, else 0.
 int kv_element_bytes(int format);
 const char *kv_format_name(int format);
 

@@ -3,25 +3,11 @@
 #include <math.h>
 #include <string.h>
 
-#include "hash.h"
-
 namespace ksl {
 namespace {
 
 constexpr int kBlock = 128;  // rows and columns of a scale block, rows of a global scale
 constexpr int kGroup = 16;   // columns of an NVFP4 scale
-
-uint32_t bits_of(float v) {
-  uint32_t bits;
-  memcpy(&bits, &v, sizeof bits);
-  return bits;
-}
-
-float float_of(uint32_t bits) {
-  float v;
-  memcpy(&v, &bits, sizeof v);
-  return v;
-}
 
 // Caller data may lie at any address.
 template <typename T>
@@ -38,13 +24,6 @@ void store(void *base, int64_t index, T v) {
 
 int64_t blocks(int64_t n) {
   return (n + kBlock - 1) / kBlock;
-}
-
-int round_even(float q) {  // q >= 0 and small
-  int n = static_cast<int>(q);
-  const float rest = q - static_cast<float>(n);
-  if (rest > 0.5f || (rest == 0.5f && (n & 1))) n++;
-  return n;
 }
 
 float absmax(const float *src, int64_t cols, int64_t r0, int64_t r1, int64_t c0, int64_t c1) {
@@ -121,85 +100,6 @@ void encode_nvfp4(const float *src, int64_t cols, int64_t r0, int64_t r1, uint8_
 
 }  // namespace
 
-float bf16_to_f32(uint16_t v) {
-  return float_of(static_cast<uint32_t>(v) << 16);
-}
-
-uint16_t f32_to_bf16(float v) {
-  const uint32_t bits = bits_of(v);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>(bits >> 16 | 0x40u);
-  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
-
-float e4m3_to_f32(uint8_t v) {
-  const uint32_t sign = static_cast<uint32_t>(v & 0x80u) << 24;
-  const uint32_t magnitude = v & 0x7fu;
-  if (magnitude == 0x7f) return float_of(sign | 0x7fc00000u);
-  if (magnitude < 8) return float_of(sign | bits_of(static_cast<float>(magnitude) * 0x1p-9f));
-  return float_of(sign | ((magnitude << 20) + (120u << 23)));
-}
-
-uint8_t f32_to_e4m3(float v) {
-  const uint32_t bits = bits_of(v);
-  const uint8_t sign = static_cast<uint8_t>(bits >> 24 & 0x80u);
-  const float magnitude = fabsf(v);
-  if (magnitude != magnitude) return sign | 0x7fu;
-  if (magnitude >= 448.0f) return sign | 0x7eu;
-  if (magnitude < 0x1p-6f) return sign | static_cast<uint8_t>(round_even(magnitude * 0x1p9f));
-  const uint32_t m = bits & 0x7fffffffu;
-  const uint32_t code = ((m + 0x7ffffu + ((m >> 20) & 1u)) >> 20) - (120u << 3);
-  return sign | static_cast<uint8_t>(code);
-}
-
-float e2m3_to_f32(uint8_t v) {
-  const int exponent = v >> 3 & 3;
-  const float mantissa = static_cast<float>(v & 7);
-  const float magnitude = exponent == 0
-                              ? mantissa * 0.125f
-                              : (8.0f + mantissa) * 0.0625f * static_cast<float>(1 << exponent);
-  return v & 0x20 ? -magnitude : magnitude;
-}
-
-uint8_t f32_to_e2m3(float v) {
-  const uint8_t sign = static_cast<uint8_t>(bits_of(v) >> 26 & 0x20u);
-  const float magnitude = fabsf(v);
-  if (!(magnitude < 7.5f)) return sign | 0x1fu;
-  // Codes are linear with step 1/8 below 2, 1/4 below 4, 1/2 above.
-  const float steps = magnitude < 2.0f ? 8.0f : (magnitude < 4.0f ? 4.0f : 2.0f);
-  const int base = magnitude < 2.0f ? 0 : (magnitude < 4.0f ? 8 : 16);
-  const float q = magnitude * steps;
-  int n = static_cast<int>(q);
-  if (q - static_cast<float>(n) > 0.5f) n++;
-  return sign | static_cast<uint8_t>(base + n);
-}
-
-float e2m1_to_f32(uint8_t v) {
-  static const float kMagnitudes[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
-  const float magnitude = kMagnitudes[v & 7];
-  return v & 8 ? -magnitude : magnitude;
-}
-
-uint8_t f32_to_e2m1(float v) {
-  const uint8_t sign = static_cast<uint8_t>(bits_of(v) >> 28 & 8u);
-  const float m = fabsf(v);
-  const int code = (m >= 0.25f) + (m >= 0.75f) + (m >= 1.25f) + (m >= 1.75f) + (m >= 2.5f) +
-                   (m >= 3.5f) + (m >= 5.0f);
-  return sign | static_cast<uint8_t>(code);
-}
-
-float ue4m3_to_f32(uint8_t v) {
-  return e4m3_to_f32(v & 0x7fu);
-}
-
-uint8_t f32_to_ue4m3(float v) {
-  const uint8_t code = f32_to_e4m3(v > 0 ? v : 0.0f);
-  return code == 0 ? 1 : code;
-}
-
-float e8m0_to_f32(uint8_t v) {
-  return v == 0 ? 0x1p-127f : float_of(static_cast<uint32_t>(v) << 23);
-}
-
 void decode_row(int encoding, const void *codes, const void *scales, const float *globals,
                 int64_t rows, int64_t cols, int64_t row, float *out) {
   const uint8_t *bytes = static_cast<const uint8_t *>(codes);
@@ -268,13 +168,6 @@ void encode_rows(int encoding, const float *src, int64_t rows, int64_t cols, int
     default:
       return;
   }
-}
-
-float fill_value(int kind, uint64_t seed, float scale, uint64_t i) {
-  if (kind == KSL_FILL_CONSTANT) return scale;
-  // 2u - 1 with u = (h + 0.5) / 2^24 is an odd multiple of 2^-24: exact in float32.
-  const int64_t h = static_cast<int64_t>(hash_at(mix64(seed), i) >> 40);
-  return scale * (static_cast<float>(2 * h + 1 - (INT64_C(1) << 24)) * 0x1p-24f);
 }
 
 }  // namespace ksl

@@ -2,6 +2,7 @@
 #pragma once
 #include "abi.h"
 #include "alloc.h"
+#include "noise.h"
 
 namespace ksl {
 
@@ -43,11 +44,6 @@ int sampling_check(const ksl_sampling *sampling, int vocab, ksl_error *error);
 //   u = ((h >> 12) + 0.5) * 2^-52, in (0, 1)
 //   G = -log_f64(-log_f64(u))
 double gumbel(uint64_t seed, int64_t position, int32_t id);
-// log of a normal positive x = m * 2^e, m in [sqrt(1/2), sqrt(2)), s = (m - 1) / (m + 1):
-// e * ln2 + 2 s (1 + s^2/3 + s^4/5 + ... + s^22/23), by Horner, within 1e-15.
-double log_f64(double x);
-// exp of x <= 0 (0 below -87): 2^k * p(r), x = k ln2 + r, p the Taylor polynomial of degree 7.
-float exp_f32(float x);
 
 // Scratch for one sampling call: [vocab] floats and [vocab] ids.
 struct SampleScratch {

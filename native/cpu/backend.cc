@@ -190,7 +190,7 @@ const BackendOps kCpuOps = {"cpu", cpu_open, cpu_info, cpu_run, cpu_close};
 
 }  // namespace
 
-const BackendOps *cpu_backend(void) {
+const BackendOps *default_backend(void) {
   return &kCpuOps;
 }
 

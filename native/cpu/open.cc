@@ -208,6 +208,10 @@ int fill_backend(Backend *b, const TensorTable *tensors, ksl_error *error) {
                 "The CPU backend takes linear key heads of at most %d dims, not %d.",
                 int(kMaxKeyDim), spec->lin_key_dim);
   }
+  if (kv_element_bytes(config->kv_format) == 0) {
+    return fail(error, KSL_INVALID, "The CPU backend has the KV formats f32 and bf16, not %s.",
+                kv_format_name(config->kv_format));
+  }
   b->kernels = kernels_for(config->isa);
   if (!b->kernels) {
     return fail(error, KSL_INVALID,

@@ -47,8 +47,14 @@ enum {
                        [ceil(rows/128)]; value = code * scale * global */
 };
 
-/* KV formats. Further formats keep their numbers reserved here. */
-enum { KSL_KV_F32 = 0, KSL_KV_BF16 = 1 };
+/* KV formats; a backend refuses those that it does not have. Further formats get higher numbers. */
+enum {
+  KSL_KV_F32 = 0,
+  KSL_KV_BF16 = 1,
+  KSL_KV_FP8 = 2, /* e4m3 K and V, a power-of-two float32 scale per position and KV head each */
+  KSL_KV_Q4 = 3   /* rotated int4 K with a half scale and zero point per 32 channels; V as in FP8;
+                     head_dim 32, 64, 128 or 256 */
+};
 
 /* Layer kinds. */
 enum { KSL_LAYER_LINEAR = 0, KSL_LAYER_FULL = 1 };

@@ -131,7 +131,7 @@ const BackendOps kFake = {"fake", fake_open, fake_info, fake_run, fake_close};
 
 }  // namespace
 
-const BackendOps *cpu_backend(void) {
+const BackendOps *default_backend(void) {
   return &kFake;
 }
 const char *kernels_list(void) {

@@ -20,6 +20,12 @@ from kslserve.engine.types import Draft, OpKind, Row, RowKind, SlotConfig, State
 
 ISA_NAMES = {"auto": 0, "scalar": 1, "avx2": 2, "avx512": 3}
 ISA_PATHS = tuple(ffi.string(lib.ksl_isa_list()).decode().split())
+KV_NUMBERS = {
+    "f32": lib.KSL_KV_F32,
+    "bf16": lib.KSL_KV_BF16,
+    "fp8": lib.KSL_KV_FP8,
+    "q4": lib.KSL_KV_Q4,
+}
 GREEDY = SamplingParams(temperature=0.0)
 
 U8 = npt.NDArray[np.uint8]
@@ -72,7 +78,9 @@ class Driver:
         threads: int = 1,
         fail_alloc_at: int = 0,
         test_hooks: bool = True,
+        library: Any = lib,
     ) -> None:
+        self.library = library
         self.spec, self.block_tokens, self.blocks_per_slot = spec, block_tokens, blocks_per_slot
         self.engine = ffi.NULL
         keep: list[Any] = []
@@ -102,7 +110,7 @@ class Driver:
         config.slots, config.slabs, config.blocks = slots, slabs, blocks
         config.block_tokens, config.max_blocks_per_slot = block_tokens, blocks_per_slot
         config.wave_columns, config.ring_depth = wave_columns, 2
-        config.kv_format = {"f32": lib.KSL_KV_F32, "bf16": lib.KSL_KV_BF16}[kv]
+        config.kv_format = KV_NUMBERS[kv]
         config.isa, config.threads = ISA_NAMES[isa], threads
         config.test_hooks = int(test_hooks)
         config.fail_alloc_at = fail_alloc_at
@@ -122,10 +130,10 @@ class Driver:
                 entry.fill_kind, entry.fill_seed = tensor.fill.kind, tensor.fill.seed
                 entry.fill_scale = tensor.fill.scale
         out, error = ffi.new("ksl_engine **"), ffi.new("ksl_error *")
-        self._check(lib.ksl_open(config, table, len(tensors), out, error), error)
+        self._check(library.ksl_open(config, table, len(tensors), out, error), error)
         self.engine = out[0]
         self.info = ffi.new("ksl_info *")
-        lib.ksl_get_info(self.engine, self.info)
+        self.library.ksl_get_info(self.engine, self.info)
         self._records = ffi.new("ksl_done[]", 64)
         self._wave_id = 0
 
@@ -137,7 +145,7 @@ class Driver:
 
     def close(self) -> None:
         if self.engine:
-            lib.ksl_close(self.engine, 10_000)
+            self.library.ksl_close(self.engine, 10_000)
             self.engine = ffi.NULL
 
     @staticmethod
@@ -192,7 +200,7 @@ class Driver:
         wave.n_edits, wave.edits = len(edits), edit_array
         wave.n_block_ids, wave.block_ids = len(ids), id_array
         tap_array = ffi.new("ksl_tap[]", max(1, len(taps)))
-        width = max(2 * self.spec.vocab, 4 * self.spec.hidden, 4096)
+        width = max(2 * self.spec.vocab, 4 * self.spec.hidden, 16384)
         arrays = [np.empty(max(1, columns) * width, dtype=np.float32) for _ in taps]
         for out, name, array in zip(tap_array, taps, arrays, strict=False):
             keep.append(ffi.new("char[]", name.encode()))
@@ -200,7 +208,7 @@ class Driver:
             out.capacity = array.size
         wave.n_taps, wave.taps = len(taps), tap_array
         error = ffi.new("ksl_error *")
-        self._check(lib.ksl_submit(self.engine, wave, error), error)
+        self._check(self.library.ksl_submit(self.engine, wave, error), error)
         result = WaveResult()
         for record in self._drain():
             out = row_array[record.row]
@@ -231,10 +239,10 @@ class Driver:
 
     def _drain(self) -> list[Any]:
         records: list[Any] = []
-        descriptor = lib.ksl_event_fd(self.engine)
+        descriptor = self.library.ksl_event_fd(self.engine)
         while True:
             assert select.select([descriptor], [], [], 60)[0], "the wave did not end"
-            n = lib.ksl_poll(self.engine, self._records, len(self._records))
+            n = self.library.ksl_poll(self.engine, self._records, len(self._records))
             for i in range(n):
                 record = self._records[i]
                 if record.flags & lib.KSL_DONE_WAVE_END:

@@ -332,7 +332,9 @@ def test_open_refuses_bad_models(model: tuple[ModelSpec, list[TensorArg]]) -> No
     with pytest.raises(ModelFileError, match=r"model\.norm\.weight"):
         open_engine((spec, wrong))
     with pytest.raises(EngineError, match="KV format"):
-        open_engine(model, kv_format="q4")
+        open_engine(model, kv_format="q3")
+    with pytest.raises(ModelFileError, match="KV formats f32 and bf16, not fp8"):
+        open_engine(model, kv_format="fp8")
     with pytest.raises(EngineError, match="instruction set"):
         open_engine(model, isa="neon")
 

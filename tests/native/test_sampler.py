@@ -3,111 +3,48 @@
 from __future__ import annotations
 
 import itertools
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from _kslserve import ffi, lib
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.runners.files import named
+from tests.runners.sampling_cases import (
+    BadLogits,
+    Invalid,
+    drawn,
+    run_logprob_bytes,
+    run_sampling,
+    run_sampling_batch,
+    sample,
+)
+
 F32 = npt.NDArray[np.float32]
-CASES = json.loads((Path(__file__).parents[1] / "data/cases/sampling.json").read_text())["cases"]
 
 
-class BadLogits(Exception):
-    """The sampler refused the logits."""
-
-
-class Invalid(Exception):
-    """The sampler refused a parameter."""
-
-
-def sample(
-    logits: Any,
-    *,
-    seed: int = 0,
-    position: int = 0,
-    token_limit: int | None = None,
-    mask: npt.NDArray[np.uint32] | None = None,
-    prompt_ids: Any = (),
-    output_ids: Any = (),
-    bias: dict[int, float] | None = None,
-    **params: float,
-) -> tuple[int, F32]:
-    """(sampled id, adjusted logits) of one call."""
-    values = np.ascontiguousarray(logits, dtype=np.float32)
-    bias = bias or {}
-    keep = {
-        "prompt_ids": ffi.new("int32_t[]", list(prompt_ids)),
-        "output_ids": ffi.new("int32_t[]", list(output_ids)),
-        "bias_ids": ffi.new("int32_t[]", list(bias)),
-        "bias": ffi.new("float[]", list(bias.values())),
-    }
-    sampling = ffi.new(
-        "ksl_sampling *",
-        {
-            "seed": seed,
-            "temperature": params.get("temperature", 1.0),
-            "top_p": params.get("top_p", 1.0),
-            "min_p": params.get("min_p", 0.0),
-            "presence": params.get("presence_penalty", 0.0),
-            "frequency": params.get("frequency_penalty", 0.0),
-            "repetition": params.get("repetition_penalty", 1.0),
-            "top_k": int(params.get("top_k", 0)),
-            "n_prompt": len(prompt_ids),
-            "n_output": len(output_ids),
-            "n_bias": len(bias),
-            **keep,
-        },
-    )
-    chosen = ffi.new("int32_t *")
-    adjusted = np.empty_like(values)
-    error = ffi.new("ksl_error *")
-    code = lib.ksl_sample(
-        ffi.from_buffer("float[]", values),
-        len(values),
-        len(values) if token_limit is None else token_limit,
-        sampling,
-        ffi.NULL if mask is None else ffi.from_buffer("uint32_t[]", mask),
-        position,
-        chosen,
-        ffi.from_buffer("float[]", adjusted, require_writable=True),
-        error,
-    )
-    if code == lib.KSL_OK:
-        return chosen[0], adjusted
-    text = ffi.string(error.text).decode()
-    raise (BadLogits if "logits have" in text else Invalid)(text)
-
-
-def drawn(logits: Any, draws: int, **params: Any) -> set[int]:
-    """The ids that turn up in so many draws, each with another seed."""
-    return {sample(logits, seed=seed, **params)[0] for seed in range(draws)}
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
+@pytest.mark.parametrize("case", named("sampling"), ids=lambda case: case["id"])
 def test_case(case: dict[str, Any]) -> None:
     """Every published case holds in its strict form, those of level `should` too."""
     assert case["kind"] == "sampling"
-    expect = case["expect"]
-    logits = [float(v) for v in case["logits"]]
-    given = {key: case[key] for key in ("prompt_ids", "output_ids")} | case["params"]
-    if expect.get("error"):
-        with pytest.raises(BadLogits):
-            sample(logits, **given)
-        return
-    seen = drawn(logits, expect.get("draws", 1), **given)
-    if "token" in expect:
-        assert seen == {expect["token"]}
-    if "allowed" in expect:
-        assert seen <= set(expect["allowed"])
-        assert not expect.get("all_seen") or seen == set(expect["allowed"])
-    if "adjusted" in expect:
-        assert np.allclose(sample(logits, **given)[1], expect["adjusted"], atol=1e-5)
+    run_sampling(case)
+
+
+def test_a_batch_is_sampled_in_every_order() -> None:
+    first, second = named("sampling")[:2]
+    run_sampling_batch({"rows": [first, second]})
+    wrong = {**first, "expect": {"token": -1}}
+    with pytest.raises(AssertionError):
+        run_sampling_batch({"rows": [second, wrong]})
+
+
+def test_bytes_of_tokens_are_reported() -> None:
+    case = {"pieces_hex": ["e282", "ac", "41"], "expect": {"bytes": [[226, 130], [172], [65]]}}
+    run_logprob_bytes(case)
+    with pytest.raises(AssertionError):
+        run_logprob_bytes({**case, "expect": {"bytes": [[226, 130], [172], [66]]}})
 
 
 def mix(x: int) -> int:

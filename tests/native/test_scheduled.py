@@ -47,9 +47,12 @@ def jobs() -> list[Job]:
     ]  # fmt: skip
 
 
-async def run(model: tuple[ModelSpec, list[TensorArg]], todo: list[Job]) -> list[Recorder]:
-    engine = NativeEngine.open(*model, POOLS, kv_format="bf16", threads=1)
-    scheduler = Scheduler(engine, LIMITS, Metrics())
+async def run(
+    model: tuple[ModelSpec, list[TensorArg]], todo: list[Job], ahead: bool = False
+) -> list[Recorder]:
+    pools = replace(POOLS, ring_depth=2) if ahead else POOLS
+    engine = NativeEngine.open(*model, pools, kv_format="bf16", threads=1)
+    scheduler = Scheduler(engine, replace(LIMITS, submit_ahead=ahead), Metrics())
     scheduler.start()
     recorders = [Recorder() for _ in todo]
     for one, recorder in zip(todo, recorders, strict=True):
@@ -70,6 +73,19 @@ async def test_together_equals_alone(model: tuple[ModelSpec, list[TensorArg]]) -
         assert got.logprobs == expected.logprobs
         assert got.reason is expected.reason
     assert {r.reason for r in together} <= {FinishReason.LENGTH, FinishReason.STOP}
+
+
+async def test_depth_two_equals_depth_one(model: tuple[ModelSpec, list[TensorArg]]) -> None:
+    """Tokens that the host never saw before they were used, stop ids in the middle included."""
+    (free,) = await run(model, [jobs()[0]])
+    stopping = replace(jobs()[0], stop_ids=(free.ids[9],))
+    todo = [*jobs(), stopping]
+    one, two = await run(model, todo), await run(model, todo, ahead=True)
+    for got, expected in zip(two, one, strict=True):
+        assert got.ids == expected.ids
+        assert got.logprobs == expected.logprobs
+        assert got.reason is expected.reason
+    assert two[-1].reason is FinishReason.STOP
 
 
 async def test_what_the_engine_refuses_ends_one_job(

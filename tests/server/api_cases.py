@@ -8,17 +8,26 @@ list of events. A check that does not hold raises AssertionError with its text.
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import re
 import time
 from pathlib import Path
 from typing import Any
 
-from kslserve.api import chat
+from kslserve.api import chat, messages_parse, responses
+from kslserve.api.responses_tools import CUSTOM_PARAMETER
+from kslserve.core.request import Request
+from kslserve.service.model import ServedModel
 from tests.server.serving import Server, script_settings, serving
 
 CONTEXT = 2048
-PATHS = {"chat": "/v1/chat/completions"}
+PATHS = {
+    "chat": "/v1/chat/completions",
+    "messages": "/v1/messages",
+    "count_tokens": "/v1/messages/count_tokens",
+    "responses": "/v1/responses",
+}
 MODEL = "any-model"
 ABSENT = object()
 
@@ -31,6 +40,8 @@ def load_cases(path: Path, level: str) -> list[dict[str, Any]]:
 def run_case(case: dict[str, Any], folder: Path) -> None:
     """One case in each of its modes."""
     output = case.get("model_output", {"chunks": ["ok"], "end": "stop"})
+    named = [chunk.replace("${CUSTOM_PARAM}", CUSTOM_PARAMETER) for chunk in output["chunks"]]
+    output = {**output, "chunks": named}
     with serving(script_settings(folder, [output], context=CONTEXT)) as server:
         results = {}
         for mode in case.get("modes", ["json", "stream"]):
@@ -43,7 +54,8 @@ def _run_mode(server: Server, case: dict[str, Any], mode: str) -> Any:
     expect = case["expect"]
     body = _body(case["request"], mode)
     begun = time.monotonic()
-    status, content_type, text = post(server, PATHS[case["api"]], body)
+    path = PATHS[case["api"]] + expect.get("path_suffix", "")
+    status, content_type, text = post(server, path, body)
     elapsed_ms = (time.monotonic() - begun) * 1e3
     allowed = expect["status"] if isinstance(expect["status"], list) else [expect["status"]]
     if "or_stream" in expect and status == 200:
@@ -56,7 +68,7 @@ def _run_mode(server: Server, case: dict[str, Any], mode: str) -> Any:
             check_value(json.loads(text), *check)
         return None
     if "prompt" in expect:
-        _check_prompt(server, body, expect["prompt"])
+        _check_prompt(server, case["api"], body, expect["prompt"])
     if content_type.startswith("text/event-stream"):
         events = events_of(text)
         check_stream(expect.get("stream", []), events)
@@ -64,7 +76,20 @@ def _run_mode(server: Server, case: dict[str, Any], mode: str) -> Any:
     answer = json.loads(text)
     for check in expect.get("json", []):
         check_value(answer, *check)
+    if "equals_usage_of" in expect:
+        _check_count(server, case["request"], answer["input_tokens"], expect["equals_usage_of"])
     return answer
+
+
+def _check_count(
+    server: Server, request: dict[str, Any], count: int, other: dict[str, Any]
+) -> None:
+    """A count is what a real request with the same content is told; cached tokens belong to it."""
+    body = _body({**request, **other.get("add", {})}, "json")
+    _, _, text = post(server, PATHS[other["api"]], body)
+    usage = json.loads(text)["usage"]
+    kinds = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+    assert count == sum(usage[kind] for kind in kinds), f"{count}: {usage}"
 
 
 def _body(request: dict[str, Any], mode: str) -> bytes:
@@ -100,19 +125,32 @@ def post(server: Server, path: str, body: bytes) -> tuple[int, str, str]:
 
 
 def events_of(text: str) -> list[Any]:
-    """Events of a stream; the end marker of a chat stream is the text `done`."""
+    """Events of a stream; the end marker of a chat stream is the text `done`. Where an event has a
+    name, its data has the same one."""
     events = []
     for frame in text.strip("\n").split("\n\n"):
-        assert frame.startswith("data: "), frame
-        data = frame.removeprefix("data: ")
-        events.append("done" if data == "[DONE]" else json.loads(data))
+        head, _, data = frame.partition("data: ")
+        assert "\n" not in data, frame
+        event: Any = "done" if data == "[DONE]" else json.loads(data)
+        assert head == (f"event: {event['type']}\n" if "type" in event else ""), frame
+        events.append(event)
     return events
 
 
-def _check_prompt(server: Server, body: bytes, checks: list[list[Any]]) -> None:
+def request_of(api: str, body: bytes, model: ServedModel) -> Request:
+    """What the server reads in a body."""
+    if api == "chat":
+        return chat.parse(body, model.defaults)
+    if api == "responses":
+        return responses.parse(body, model.defaults)
+    default = messages_parse.DefaultThinking.HIDDEN
+    return messages_parse.parse(body, model.defaults, default, lambda: None).request
+
+
+def _check_prompt(server: Server, api: str, body: bytes, checks: list[list[Any]]) -> None:
     service = server.app.state.service
     assert service is not None
-    prompt = service.preparer.prepare_now(chat.parse(body, service.model.defaults)).text
+    prompt = service.preparer.prepare_now(request_of(api, body, service.model)).text
     for operator, value in checks:
         check_value({"prompt": prompt}, "prompt", operator, value)
 
@@ -138,7 +176,11 @@ def find(value: Any, path: str) -> list[Any]:
 
 
 def check_value(root: Any, path: str, operator: str, value: Any = None) -> None:
-    for found in find(root, path):
+    values = find(root, path)
+    if operator == "eq_list":
+        assert values == value, f"{path} {operator} {value!r}: {values!r}"
+        return
+    for found in values:
         assert holds(root, found, operator, value), f"{path} {operator} {value!r}: {found!r}"
 
 
@@ -148,10 +190,17 @@ def holds(root: Any, found: Any, operator: str, value: Any) -> bool:
     if operator == "is_null":
         return found is None
     if operator == "type":
-        names = {"string": str, "number": (int, float), "object": dict, "array": list}
+        names: dict[str, tuple[type, ...]] = {
+            "string": (str,),
+            "number": (int, float),
+            "object": (dict,),
+            "array": (list,),
+        }
         return isinstance(found, names[value])
     if operator == "eq_sum":
         return found == sum(find(root, path)[0] for path in value)
+    if operator == "ne_path":
+        return found != find(root, value)[0]
     if operator == "len_eq":
         return isinstance(found, (list, str)) and len(found) == value
     if operator in ("ge", "le"):
@@ -161,13 +210,25 @@ def holds(root: Any, found: Any, operator: str, value: Any) -> bool:
         return found in value
     if operator == "json_eq":
         return json.loads(found) == value
-    if operator in ("eq", "eq_list"):
+    if operator == "eq":
         return (found or "") == value if isinstance(value, str) else found == value
     text = "" if found in (None, ABSENT) else str(found)
     if operator == "contains":
         return value in text
+    if operator == "contains_ci":
+        return value.lower() in text.lower()
     if operator == "not_contains":
         return value not in text
+    if operator == "eq_trim":
+        return text.strip() == value
+    if operator == "order":
+        at = 0
+        for part in value:
+            at = text.find(part, at)
+            if at < 0:
+                return False
+            at += len(part)
+        return True
     assert operator == "starts_with", operator
     return text.startswith(value)
 
@@ -175,12 +236,16 @@ def holds(root: Any, found: Any, operator: str, value: Any) -> bool:
 # ---------------------------------------------------------------- streams
 
 
-def type_of(event: Any) -> str:
-    return event if isinstance(event, str) else "chunk"
+def is_type(event: Any, wanted: str) -> bool:
+    """wanted: a type, or `type:delta_type`."""
+    if isinstance(event, str):
+        return event == wanted
+    kind, _, delta = wanted.partition(":")
+    return event.get("type", "chunk") == kind and (not delta or event["delta"]["type"] == delta)
 
 
 def _matches(event: Any, condition: dict[str, Any]) -> bool:
-    if type_of(event) != condition["type"]:
+    if not is_type(event, condition["type"]):
         return False
     if "path" not in condition:
         return True
@@ -197,10 +262,35 @@ def check_stream(checks: list[dict[str, Any]], events: list[Any]) -> None:
         elif "none" in check:
             assert not any(_matches(event, check["none"]) for event in events), text
         elif "last" in check:
-            assert type_of(events[-1]) == check["last"], text
+            assert is_type(events[-1], check["last"]), text
+        elif "order" in check:
+            rest = iter(events)
+            assert all(any(is_type(e, kind) for e in rest) for kind in check["order"]), text
+        elif "joined_json" in check:
+            fields = check["joined_json"]
+            parts = [find(e, fields["path"])[0] for e in events if is_type(e, fields["type"])]
+            joined = "".join(part for part in parts if isinstance(part, str))
+            assert json.loads(joined) == check["eq"], f"{text}: {joined}"
+        elif "block_indexes" in check:
+            _check_blocks(events)
+        elif "increasing" in check:
+            numbers = [find(event, check["increasing"])[0] for event in events]
+            assert all(a < b for a, b in itertools.pairwise(numbers)), f"{text}: {numbers}"
+        elif "last_typed" in check:
+            typed = [event for event in events if isinstance(event, dict)]
+            assert is_type(typed[-1], check["last_typed"]), text
+        elif "unique" in check:
+            fields = check["unique"]
+            values = [find(e, fields["path"])[0] for e in events if is_type(e, fields["type"])]
+            assert values, text
+            assert len(values) == len(set(values)), f"{text}: {values}"
+        elif "items_match_final" in check or "item_ids_consistent" in check:
+            _check_items(events)
+        elif "each_data_is_json" in check or "event_name_matches_type" in check:
+            pass  # `events_of` did
         else:
             where = check["where"]
-            chosen = [event for event in events if type_of(event) == where["type"]]
+            chosen = [event for event in events if is_type(event, where["type"])]
             if "when" in where:
                 path, operator, *value = where["when"]
                 chosen = [
@@ -211,6 +301,37 @@ def check_stream(checks: list[dict[str, Any]], events: list[Any]) -> None:
             assert chosen, f"{text}: no such event"
             for event in chosen:
                 check_value(event, check["path"], check["op"], check.get("value"))
+
+
+def _check_blocks(events: list[Any]) -> None:
+    """Content blocks are numbered from 0 and do not overlap."""
+    blocks = [e for e in events if isinstance(e, dict) and e["type"].startswith("content_block_")]
+    started, is_open = -1, False
+    for event in blocks:
+        if event["type"] == "content_block_start":
+            assert not is_open, event
+            started, is_open = started + 1, True
+        assert is_open, event
+        assert event["index"] == started, event
+        is_open = event["type"] != "content_block_stop"
+    assert not is_open
+
+
+def _check_items(events: list[Any]) -> None:
+    """All events of an item carry its id and index; the finished items are the final output."""
+    places = {
+        event["item"]["id"]: event["output_index"]
+        for event in events
+        if event["type"] == "response.output_item.added"
+    }
+    output = events[-1]["response"]["output"]
+    for event in events:
+        item_id = event.get("item_id") or event.get("item", {}).get("id")
+        if item_id is not None:
+            assert event["output_index"] == places[item_id], event
+        if event["type"] == "response.output_item.done":
+            assert output[event["output_index"]] == event["item"], event
+    assert len(output) == len(places)
 
 
 def _modes_agree(path: str, results: dict[str, Any]) -> None:

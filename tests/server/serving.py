@@ -93,7 +93,7 @@ def get_text(url: str) -> str:
 
 
 def metric_of(text: str, name: str) -> float:
-    found = re.search(rf"^ksl_{re.escape(name)} (\S+)$", text, re.M)
+    found = re.search(rf"^kslserve_{re.escape(name)} (\S+)$", text, re.M)
     assert found is not None, name
     return float(found.group(1))
 

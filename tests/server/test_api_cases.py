@@ -10,11 +10,19 @@ import pytest
 
 from tests.server.api_cases import load_cases, run_case
 
-CASES = Path(__file__).resolve().parents[1] / "data/cases/api_chat.json"
+CASES = Path(__file__).resolve().parents[1] / "data/cases"
+FILES = ("api_chat.json", "api_messages.json", "api_responses.json")
 
 
 @pytest.mark.parametrize(
-    "case", load_cases(CASES, "must") + load_cases(CASES, "should"), ids=lambda case: case["id"]
+    "case",
+    [
+        case
+        for name in FILES
+        for level in ("must", "should")
+        for case in load_cases(CASES / name, level)
+    ],
+    ids=lambda case: case["id"],
 )
-def test_chat(case: dict[str, Any], tmp_path: Path) -> None:
+def test_api(case: dict[str, Any], tmp_path: Path) -> None:
     run_case(case, tmp_path)

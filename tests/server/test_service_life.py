@@ -145,7 +145,7 @@ def test_a_client_that_leaves_frees_everything(ask: Ask, server: Server, stream:
 
 def ended(server: Server, name: str) -> float:
     text = get_text(server.root + "/metrics")
-    return metric_of(text, name) if f"ksl_{name} " in text else 0.0
+    return metric_of(text, name) if f"kslserve_{name} " in text else 0.0
 
 
 def test_a_full_queue_is_a_429(ask: Ask, server: Server) -> None:

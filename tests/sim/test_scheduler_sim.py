@@ -15,7 +15,7 @@ import pytest
 
 from kslserve.core.sampling import SamplingParams
 from kslserve.core.usage import FinishReason
-from kslserve.engine.types import Done
+from kslserve.engine.types import Done, Wave
 from kslserve.errors import EnginePoisoned, KslError, QueueFull
 from kslserve.sched.admit import OVERTAKES_MAX
 from kslserve.sched.scheduler import Job
@@ -159,10 +159,53 @@ def test_random_load_with_deadlines(seed: int) -> None:
     world.check_all_free()
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_random_load_with_a_wave_ahead(seed: int) -> None:
+    rng = random.Random(500 + seed)
+    sizes = replace(SIZES, ring_depth=2, blocks=rng.choice([17, 40]))
+    world = World(sizes, limits={"submit_ahead": True, "queue_timeout_s": rng.choice([0.0, 0.5])})
+    depths = spy_depths(world)
+    world.faults.refuse = {rng.randrange(1, 400) for _ in range(rng.choice([0, 8]))}
+    arrivals = play(world, rng, 40, rng.choice([0.3, 3.0]))
+    world.run()
+    check_outputs(arrivals)
+    assert max(depths) == 2
+    world.check_all_free()
+
+
+def spy_depths(world: World) -> list[int]:
+    """Waves in flight after each submit."""
+    depths: list[int] = []
+    submit = world.engine.submit
+
+    def spy(wave: Wave) -> bool:
+        accepted = submit(wave)
+        progress = world.engine.progress()
+        depths.append(progress.submitted - progress.completed)
+        return accepted
+
+    world.engine.submit = spy  # type: ignore[method-assign]
+    return depths
+
+
+def test_a_wave_ahead_leaves_no_gap() -> None:
+    """While sequences just decode the engine always has the next wave; it is given up only where
+    the next one depends on what the host has to see or do."""
+    world = World(replace(SIZES, ring_depth=2), limits={"submit_ahead": True})
+    depths = spy_depths(world)
+    got = [world.submit(job(5, 50, seed=s)) for s in range(2)]
+    world.run()
+    assert [r.ids for r in got] == [alone(job(5, 50, seed=s)).ids for s in range(2)]
+    # Not ahead: the prompts, the ends, and each new block of 16 tokens.
+    assert depths.count(2) >= 40
+    world.check_all_free()
+
+
 @pytest.mark.parametrize("wave", [1, 2, 7, 30])
-def test_every_fatal_wave_ends_everybody(wave: int) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_every_fatal_wave_ends_everybody(wave: int, ahead: bool) -> None:
     rng = random.Random(400 + wave)
-    world = World()
+    world = World(replace(SIZES, ring_depth=1 + ahead), limits={"submit_ahead": ahead})
     world.faults.fatal.add(wave)
     arrivals = play(world, rng, 30, 0.3)
     world.run()
@@ -255,4 +298,50 @@ def test_decoding_never_waits_longer_than_one_wave_beside_a_long_prompt() -> Non
     assert max(gaps) <= 0.15
     assert sorted(gaps)[len(gaps) // 2] <= 0.06
     world.run()
+    world.check_all_free()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_bounded_wait(seed: int) -> None:
+    """Ageing: a request waits at most for the work that was ahead of it when it came, and for
+    OVERTAKES_MAX later ones, whatever their priority. Times are of the virtual clock."""
+    rng = random.Random(600 + seed)
+    world = World(limits={"max_queue": 1000})
+    column_s, wave_s = 0.0005, 0.005
+
+    def work(new: Job) -> float:
+        """Seconds that a job takes when it has the engine to itself."""
+        size = len(new.prompt_ids)
+        waves = -(-size // 16) + new.max_new_tokens  # a chunk has 16 columns at least
+        return waves * wave_s + (size + new.max_new_tokens) * column_s
+
+    waits: list[tuple[float, float]] = []
+    live: dict[int, Job] = {}
+    biggest = 0.0
+
+    def arrive(new: Job) -> None:
+        nonlocal biggest
+        biggest = max(biggest, work(new))
+        ahead = sum(work(j) for j in live.values())
+        arrived = world.clock.now()
+
+        def hook(event: str, recorder: Recorder) -> None:
+            assert recorder.sequence is not None
+            if event == "admitted":
+                waits.append((world.clock.now() - arrived, ahead))
+            elif event == "ended":
+                del live[recorder.sequence.number]
+
+        recorder = world.submit(new, hook)
+        assert recorder.sequence is not None
+        live[recorder.sequence.number] = new
+
+    for at in range(150):
+        new = replace(random_job(rng, at), stop_ids=(), priority=rng.choice([-1, 0, 0, 5]))
+        world.clock.call_later(rng.uniform(0, 2.5), lambda j=new: arrive(j))
+    world.run()
+    assert len(waits) == 150
+    assert max(wait for wait, _ in waits) > biggest
+    for wait, ahead in waits:
+        assert wait <= ahead + (OVERTAKES_MAX + 1) * biggest
     world.check_all_free()

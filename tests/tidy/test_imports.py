@@ -41,6 +41,7 @@ EXTERNAL_ALLOWED = {
     "jinja2": {"text"},
     "tokenizers": {"text"},
     "httptools": {"http"},
+    "llguidance": {"service"},
     "uvloop": {"app"},
 }
 

@@ -53,7 +53,7 @@ def frames(data: bytes) -> list[Any]:
 
 def encoder(*, include_usage: bool = False) -> ChatEncoder:
     made = ChatEncoder('mo"del', "fp-1", include_usage=include_usage)
-    made.set_seed(42)
+    made.attach(42, USAGE)
     return made
 
 
@@ -142,7 +142,7 @@ def test_heartbeat_and_error_frames() -> None:
 
 def collect(script: list[list[Event]], *, logprobs: bool = False) -> bytes:
     made = ChatCollector("m", "fp-1", logprobs=logprobs)
-    made.set_seed(42)
+    made.attach(42, USAGE)
     terminal = None
     for batch in script:
         terminal = made.fold(batch) or terminal

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kslserve.api import chat
 from kslserve.api.chat_messages import CONTENT_OMITTED, IMAGE_OMITTED
-from kslserve.core.request import Message, Request, Role, ToolCall, ToolChoice
+from kslserve.core.request import Message, Request, ResponseFormat, Role, ToolCall, ToolChoice
 from kslserve.core.sampling import SamplingParams
 from kslserve.errors import InvalidRequest, UnsupportedParameter
 
@@ -294,8 +294,21 @@ def test_tool_choice() -> None:
         ({"audio": {"voice": "x"}}, "audio"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"web_search_options": {}}, "web_search_options"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": {}, "strict": 1},
+                }
+            },
+            "response_format.json_schema.strict",
+        ),
+        ({"thinking": {"budget_tokens": "x"}}, "thinking.budget_tokens"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"reasoning_effort": 3}, "reasoning_effort"),
         ({"enable_thinking": "yes"}, "enable_thinking"),
@@ -321,7 +334,6 @@ def test_refusals_name_their_field(fields: dict[str, Any], param: str) -> None:
         {"audio": {}},
         {"web_search_options": {}},
         {"modalities": ["audio"]},
-        {"response_format": {"type": "json_object"}},
         {"functions": []},
         {"tools": [{"type": "custom"}]},
     ],
@@ -329,6 +341,28 @@ def test_refusals_name_their_field(fields: dict[str, Any], param: str) -> None:
 def test_what_cannot_be_done_is_said(fields: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedParameter):
         parse(**fields)
+
+
+def test_response_format() -> None:
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    inner = {"name": "n", "schema": schema, "strict": True}
+    found = parse(response_format={"type": "json_schema", "json_schema": inner}).response_format
+    assert found == ResponseFormat(schema, True, "response_format.json_schema.schema")
+    flat = parse(response_format={"type": "json_schema", "schema": schema}).response_format
+    assert flat == ResponseFormat(schema, False, "response_format.schema")
+    assert parse(response_format={"type": "json_object"}).response_format == ResponseFormat()
+    for text in ({"type": "text"}, {}, None):
+        assert parse(response_format=text).response_format is None
+
+
+def test_strict_tools_and_the_reasoning_budget() -> None:
+    def tool(**more: Any) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": "f", **more}}
+
+    tools = parse(tools=[tool(strict=True), tool(strict=False), tool(strict=None), tool()]).tools
+    assert [entry.strict for entry in tools] == [True, False, False, False]
+    assert parse(thinking={"type": "enabled", "budget_tokens": 9}).reasoning_budget == 9
+    assert parse().reasoning_budget is None
 
 
 KEYS = st.sampled_from(["type", "text", "function", "name", "x"])

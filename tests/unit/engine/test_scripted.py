@@ -124,6 +124,7 @@ async def test_delays_are_wave_times(tokenizer: Tokenizer) -> None:
         ({"outputs": [{"chunks": [], "end": "sometime"}]}, "end"),
         ({"outputs": [{"chunks": [], "delay_ms": "1"}]}, "milliseconds"),
         ({"outputs": [{"chunks": [], "typo": 1}]}, "keys"),
+        ({"outputs": [{"chunks": []}], "prompt_ms": -1}, "prompt_ms"),
     ],
 )
 def test_bad_scripts(data: Any, text: str) -> None:

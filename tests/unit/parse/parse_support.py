@@ -6,7 +6,6 @@ import itertools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from kslserve.core.events import (
@@ -20,16 +19,6 @@ from kslserve.core.events import (
 from kslserve.core.request import ToolSpec
 from kslserve.core.usage import FinishReason
 from kslserve.parse.stream import OutputParser
-
-CASES = Path(__file__).resolve().parents[2] / "data" / "cases"
-
-
-def load_cases(*names: str) -> list[dict[str, Any]]:
-    return [
-        case
-        for name in names
-        for case in json.loads((CASES / f"{name}.json").read_bytes())["cases"]
-    ]
 
 
 def spec(name: str, parameters: dict[str, Any] | None = None) -> ToolSpec:

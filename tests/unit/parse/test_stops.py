@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-import random
-from typing import Any
-
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kslserve.parse.stops import StopMatcher
-from tests.unit.parse.parse_support import cut, load_cases
-
-
-def run(stops: list[str], pieces: list[str]) -> tuple[str, str | None]:
-    matcher = StopMatcher(stops)
-    sent = ""
-    for piece in pieces:
-        emitted, matched = matcher.feed(piece)
-        sent += emitted
-        if matched is not None:
-            assert matcher.feed("more") == ("", matched)
-            assert matcher.flush() == ""
-            return sent, matched
-    return sent + matcher.flush(), None
+from tests.runners.parser_cases import stopped as run
+from tests.unit.parse.parse_support import cut
 
 
 def reference(stops: list[str], text: str) -> tuple[str, str | None]:
@@ -43,16 +27,6 @@ def held(stops: list[str], text: str) -> int:
         if any(s != text[-n:] and s.startswith(text[-n:]) for s in stops)
     )
     return next(ends, 0)
-
-
-@pytest.mark.parametrize("case", load_cases("stop"), ids=lambda case: case["id"])
-def test_case(case: dict[str, Any]) -> None:
-    whole = "".join(case["chunks"])
-    dice = random.Random(case["id"])
-    cuts = [case["chunks"], [whole], list(whole)]
-    cuts += [cut(whole, dice.sample(range(len(whole)), n)) for n in (1, 2, 3, 5)]
-    for pieces in cuts:
-        assert run(case["stop"], pieces) == (case["expect"]["text"], case["expect"]["matched"])
 
 
 STOPS = st.lists(st.text("ab]^", max_size=4), max_size=4)

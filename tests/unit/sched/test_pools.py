@@ -148,3 +148,38 @@ class Pools(RuleBasedStateMachine):
 
 Pools.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestPools = Pools.TestCase
+
+
+def test_what_only_the_cache_holds_is_evictable() -> None:
+    pool = BlockPool(6, 16)
+    blocks = pool.allocate(4)
+    pool.share(blocks[:3], cache=True)
+    assert (pool.evictable, pool.only_cached(blocks), pool.exclusive(blocks)) == (0, 0, 1)
+    pool.release(blocks, 0)
+    assert (pool.free, pool.evictable, pool.reclaimable) == (3, 3, 6)
+    assert pool.exclusive(blocks[:3]) == 3
+    pool.share(blocks[:2])  # adopted
+    assert (pool.evictable, pool.only_cached(blocks[:3])) == (1, 1)
+    pool.share(blocks[:1], cache=True)
+    pool.release(blocks[:3], 0, cache=True)
+    assert (pool.free, pool.evictable) == (4, 0)
+    pool.check([blocks[:2]], [blocks[:1]])
+    pool.release(blocks[:2], 7)
+    assert (pool.free, pool.retired, pool.evictable) == (4, 1, 1)
+    pool.complete(7)
+    pool.release(blocks[:1], 0, cache=True)
+    assert (pool.free, pool.retired, pool.evictable) == (6, 0, 0)
+    pool.check([])
+
+
+def test_references_are_given_back_as_what_they_were_taken() -> None:
+    pool = BlockPool(2, 16)
+    (block,) = pool.allocate(1)
+    with pytest.raises(ValueError, match="not held"):
+        pool.release([block], 0, cache=True)
+    pool.share([block], cache=True)
+    pool.release([block], 0)
+    with pytest.raises(ValueError, match="not held"):
+        pool.release([block], 0)
+    pool.release([block], 0, cache=True)
+    assert pool.free == 2

@@ -454,18 +454,22 @@ def test_bad_logits_are_an_error_of_one_sequence() -> None:
 
 def test_memory_is_not_reused_while_its_wave_runs() -> None:
     """A sequence that was set up by the wave in flight, but got no row in it, ends at once; its
-    blocks stay away from others until that wave is complete."""
+    place stays away from others until that wave is complete."""
     world = World(limits={"wave_columns": 16})
     first = world.submit(job(100, 5, seed=1))
     second = world.submit(job(100, 5, seed=2))
     third = world.submit(job(100, 5, seed=3))
     world.run(until=0.001)
-    free = world.scheduler.snapshot().blocks_free
     world.cancel(third)
+    fourth = world.submit(job(100, 5, seed=4))
+    fifth = world.submit(job(100, 5, seed=5))
     world.run(until=0.002)
     assert third.reason is FinishReason.CANCELLED
-    assert world.scheduler.snapshot().blocks_free == free
+    snapshot = world.scheduler.snapshot()
+    assert (snapshot.waves, snapshot.queued, snapshot.running) == (0, 2, 2)
     world.run()
+    assert fourth.ids == alone(job(100, 5, seed=4)).ids
+    assert fifth.ids == alone(job(100, 5, seed=5)).ids
     assert first.ids == alone(job(100, 5, seed=1)).ids
     assert second.ids == alone(job(100, 5, seed=2)).ids
     world.check_all_free()
@@ -477,15 +481,22 @@ def test_metrics_and_snapshot() -> None:
     world.submit(job(30, 4, seed=2))
     world.run(until=0.001)
     assert world.metrics.gauge("requests_running", "").value == 2
-    blocks = world.metrics.gauge("blocks_free", "")
-    assert blocks.value == 40 - 2 - 3
+    snapshot = world.scheduler.snapshot()
+    blocks = world.metrics.labelled("kv_blocks", "", "")
+    assert blocks["free"].value == snapshot.blocks_free == 40 - 2 - 3
+    assert blocks["total"].value == 40
+    assert (snapshot.slots_free, snapshot.slabs_free, snapshot.slots_total) == (2, 2, 4)
+    assert (snapshot.waves, snapshot.in_flight, snapshot.wave_age_s) == (0, True, 0.001)
     world.run()
     snapshot = world.scheduler.snapshot()
+    gaps = world.metrics.histogram("inter_token_ms", "", ())
+    assert 0 < gaps.count <= 7
+    assert gaps.sum / gaps.count == pytest.approx(5.75, rel=0.1)  # wave and column times
     assert (snapshot.prompt_tokens, snapshot.output_tokens) == (50, 7)
     assert world.metrics.counter("waves_total", "").value == snapshot.waves
     assert world.metrics.histogram("wave_ms", "", ()).count == snapshot.waves
     assert world.metrics.labelled("sequences_ended_total", "", "")["length"].value == 2
-    assert blocks.value == 40
+    assert blocks["free"].value == 40
 
 
 def test_close_ends_everything_and_is_idempotent() -> None:

@@ -95,7 +95,7 @@ class Run:
 
 def test_a_plain_answer() -> None:
     run = Run()
-    run.generation.admitted()
+    run.generation.admitted(0)
     run.say("Hello there, café.")
     run.end()
     assert run.events == [
@@ -179,7 +179,7 @@ def test_only_one_call_where_only_one_is_allowed() -> None:
 
 def test_a_forced_opening_is_parsed_and_not_counted() -> None:
     run = Run(tools=(TOOL,), opening="<tool_call>\n<function=ls>\n")
-    run.generation.admitted()
+    run.generation.admitted(0)
     run.say(CALL.removeprefix("<tool_call>\n<function=ls>\n"))
     run.end()
     assert [e.name for e in run.events if isinstance(e, ToolCallStart)] == ["ls"]

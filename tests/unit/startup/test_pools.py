@@ -31,7 +31,7 @@ def test_with_memory_every_sequence_gets_a_whole_context() -> None:
     assert plan.context == 32768
     assert plan.sizes.blocks == 8 * 256
     assert plan.sizes.blocks_per_slot == 256
-    assert plan.sizes.slots == plan.sizes.slabs == 8
+    assert (plan.sizes.slots, plan.sizes.slabs) == (8, 8 + 64)
     assert plan.sizes.wave_columns == 512 + 8
     assert plan.notes == ()
 
@@ -94,6 +94,19 @@ def test_every_plan_holds_its_context(
         assert kv_tokens <= sizes.blocks * block < kv_tokens + block
     if context != AUTO:
         assert plan.context <= context
+
+
+def test_slabs_for_checkpoints() -> None:
+    def slabs(free: int = PLENTY, **changes: object) -> int:
+        return plan_pools(Settings(max_seqs=3, **changes), SPEC, free).sizes.slabs - 3
+
+    assert slabs(prefix_cache=False) == 0
+    assert slabs(prefix_cache_slabs=5) == 5
+    assert slabs(prefix_cache_slabs=0) == 0
+    # One linear layer: 4 heads of 128 x 128, 3 columns of 2 * 2 * 128 + 4 * 128, and the hidden.
+    slab = 4 * (4 * 128 * 128 + 3 * 1024 + 256)
+    assert slabs(8 * 20 * slab, context=1024) == 20
+    assert slabs(8 * slab, context=128) == 2
 
 
 def test_sizes_for_people() -> None:

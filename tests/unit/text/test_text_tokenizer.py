@@ -17,6 +17,7 @@ from kslserve.errors import ModelFileError
 from kslserve.text.detokenizer import Detokenizer
 from kslserve.text.rendered import Rendered
 from kslserve.text.tokenizer import Tokenizer
+from tests.runners.parser_cases import run_bytes
 from tests.unit.text.text_support import load_cases, nano, nano_json, qwen
 
 WORDS = (
@@ -164,15 +165,7 @@ def test_missing_control_tokens_are_named() -> None:
     ids=lambda case: case["id"],
 )
 def test_bytes_case(case: dict[str, Any]) -> None:
-    pieces = [bytes.fromhex(piece) for piece in case["pieces_hex"]]
-    for cut in (pieces, [bytes([byte]) for byte in b"".join(pieces)]):
-        detokenizer = Detokenizer(nano())
-        deltas = [detokenizer.feed_bytes(piece) for piece in cut]
-        deltas.append(detokenizer.flush())
-        assert "".join(deltas) == case["expect"]["text"]
-        for delta in deltas:
-            assert delta.encode().decode() == delta
-        assert not (case["expect"]["no_replacement"] and "\ufffd" in "".join(deltas))
+    run_bytes(case, nano())
 
 
 @settings(max_examples=200, deadline=None)

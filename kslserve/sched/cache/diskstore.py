@@ -1,0 +1,224 @@
+"""Checkpoints as files: one file per checkpoint, published whole or not at all.
+
+A file belongs to one fingerprint of computed state. It starts with the token ids, which are
+compared with the wanted ones before anything else of it is used, and carries a checksum of every
+part. Files hold the text of conversations: the folder is for its owner only (0700), files are 0600.
+All functions here block and are called in the disk thread, or before the server is ready.
+
+    header | tokens int32 [position] | slab | blocks
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+
+import numpy as np
+
+from kslserve.engine.types import Ids
+from kslserve.errors import UsageError
+from kslserve.sched.cache.checkpoint import Kind
+from kslserve.sched.cache.hosttier import Image
+
+MAGIC = b"KSLCKPT1"
+# magic, fingerprint, kind, position, blocks, slab bytes, block bytes, checksums of tokens and state
+HEADER = struct.Struct("<8s32s12sQQQQII")
+HEADER_CHECK = struct.Struct("<I")
+HEAD_BYTES = HEADER.size + HEADER_CHECK.size
+SUFFIX = ".kslckpt"
+TEMPORARY = ".part"
+
+
+class BadFile(Exception):
+    """The file is not a whole checkpoint of this fingerprint and these sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateSizes:
+    """Bytes of images, and what they are images of. fingerprint: 32 bytes."""
+
+    fingerprint: bytes
+    slab_bytes: int
+    block_bytes: int
+    block_tokens: int
+
+
+@dataclass(slots=True)
+class DiskCopy:
+    """A published file. used: when it was written or read last, in seconds of the file system."""
+
+    path: Path
+    nbytes: int
+    used: float
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A file that belongs to us."""
+
+    copy: DiskCopy
+    kind: Kind
+    tokens: Ids
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """What a folder holds. foreign: whole files of other models or builds, which only count for the
+    budget. bad: how many files are not checkpoints at all."""
+
+    found: list[Found]
+    foreign: list[DiskCopy]
+    bad: int
+
+
+class DiskStore:
+    """One folder. Raises UsageError where it cannot be made, or is not its owner's alone."""
+
+    def __init__(self, folder: str, sizes: StateSizes) -> None:
+        self.folder = Path(folder)
+        self.sizes = sizes
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if stat.S_IMODE(self.folder.stat().st_mode) & 0o077:
+                self.folder.chmod(0o700)
+        except OSError as error:
+            raise UsageError(
+                f"--prefix-cache-dir {folder} cannot be used: {error.strerror}."
+            ) from error
+
+    def scan(self) -> Scan:
+        """Read the heads of all files. Leftovers of writes that were cut short are removed."""
+        found, foreign, bad = [], [], 0
+        for path in sorted(self.folder.iterdir()):
+            try:
+                if path.name.endswith(TEMPORARY):
+                    path.unlink()
+                elif path.name.endswith(SUFFIX):
+                    entry = self._scan_one(path)
+                    if isinstance(entry, Found):
+                        found.append(entry)
+                    else:
+                        foreign.append(entry)
+            except (OSError, BadFile):
+                bad += 1
+        return Scan(found, foreign, bad)
+
+    def write(self, tokens: Ids, kind: Kind, slab: Image, blocks: Sequence[Image]) -> DiskCopy:
+        """Publish a checkpoint under a name that follows from its tokens."""
+        path = self.folder / (self._name(tokens) + SUFFIX)
+        temporary = path.with_name(f"{path.stem}.{os.getpid()}{TEMPORARY}")
+        sizes = self.sizes
+        tokens = np.ascontiguousarray(tokens, dtype="<i4")
+        check = _checksum(slab, blocks)
+        header = HEADER.pack(
+            MAGIC, sizes.fingerprint, kind.value.encode(), len(tokens), len(blocks),
+            sizes.slab_bytes, sizes.block_bytes, zlib.crc32(tokens.data), check,
+        )  # fmt: skip
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        try:
+            with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
+                file.write(header + HEADER_CHECK.pack(zlib.crc32(header)))
+                for part in (tokens.view(np.uint8), slab, *blocks):
+                    file.write(part.data)
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        entry = path.stat()
+        return DiskCopy(path, entry.st_size, entry.st_mtime)
+
+    def read(self, copy: DiskCopy, tokens: Ids) -> tuple[Image, list[Image]]:
+        """The images of a checkpoint of exactly these tokens. Raises BadFile or OSError."""
+        with self._open(copy.path) as file:
+            fields = self._head(file)
+            if not np.array_equal(self._tokens(file, fields), tokens):
+                raise BadFile("it is of other tokens")
+            slab = _image(file, self.sizes.slab_bytes)
+            blocks = [_image(file, self.sizes.block_bytes) for _ in range(fields[4])]
+        if _checksum(slab, blocks) != fields[8]:
+            raise BadFile("its checksum is wrong")
+        os.utime(copy.path)
+        return slab, blocks
+
+    def remove(self, copy: DiskCopy) -> None:
+        copy.path.unlink(missing_ok=True)
+
+    def _name(self, tokens: Ids) -> str:
+        digest = hashlib.sha256(self.sizes.fingerprint)
+        digest.update(np.ascontiguousarray(tokens, dtype="<i4").data)
+        return digest.hexdigest()[:40]
+
+    def _open(self, path: Path) -> BufferedReader:
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb")
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.close()
+            raise BadFile("it is not a file")
+        return file
+
+    def _head(
+        self, file: BufferedReader
+    ) -> tuple[bytes, bytes, bytes, int, int, int, int, int, int]:
+        """The header of a whole file, of any fingerprint."""
+        raw = file.read(HEAD_BYTES)
+        if len(raw) < HEAD_BYTES or raw[: len(MAGIC)] != MAGIC:
+            raise BadFile("it is not a checkpoint")
+        if HEADER_CHECK.unpack(raw[HEADER.size :])[0] != zlib.crc32(raw[: HEADER.size]):
+            raise BadFile("its header is damaged")
+        fields = HEADER.unpack(raw[: HEADER.size])
+        _, _, _, position, blocks, slab_bytes, block_bytes, _, _ = fields
+        size = HEAD_BYTES + 4 * position + slab_bytes + blocks * block_bytes
+        if os.fstat(file.fileno()).st_size != size:
+            raise BadFile("its size is wrong")
+        return fields
+
+    def _tokens(self, file: BufferedReader, fields: tuple[object, ...]) -> Ids:
+        """The tokens of a file of our own. BadFile where sizes or checksum say that it is not."""
+        _, fingerprint, _, position, blocks, slab_bytes, block_bytes, check, _ = fields
+        sizes = self.sizes
+        assert isinstance(position, int)
+        if (fingerprint, slab_bytes, block_bytes, blocks) != (
+            sizes.fingerprint,
+            sizes.slab_bytes,
+            sizes.block_bytes,
+            -(-position // sizes.block_tokens),
+        ):
+            raise BadFile("it is of another model or build")
+        raw = _image(file, 4 * position)
+        if zlib.crc32(raw.data) != check:
+            raise BadFile("its tokens are damaged")
+        return raw.view("<i4").astype(np.int32, copy=False)
+
+    def _scan_one(self, path: Path) -> Found | DiskCopy:
+        with self._open(path) as file:
+            fields = self._head(file)
+            entry = os.fstat(file.fileno())
+            copy = DiskCopy(path, entry.st_size, entry.st_mtime)
+            if fields[1] != self.sizes.fingerprint:
+                return copy
+            tokens = self._tokens(file, fields)
+            name = fields[2].rstrip(b"\0").decode("ascii", "replace")
+            if name not in {kind.value for kind in Kind} or not len(tokens):
+                raise BadFile("its header makes no sense")
+            return Found(copy, Kind(name), tokens)
+
+
+def _checksum(slab: Image, blocks: Sequence[Image]) -> int:
+    check = zlib.crc32(slab.data)
+    for block in blocks:
+        check = zlib.crc32(block.data, check)
+    return check
+
+
+def _image(file: BufferedReader, nbytes: int) -> Image:
+    """The next bytes of a file."""
+    image = np.empty(nbytes, np.uint8)
+    if file.readinto(image.data) != nbytes:
+        raise BadFile("it is too short")
+    return image

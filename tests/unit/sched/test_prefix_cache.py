@@ -1,0 +1,311 @@
+"""The prefix cache as a caller of the scheduler sees it: what is computed, and what is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kslserve.core.usage import FinishReason
+from kslserve.engine.types import OpKind, Wave
+from kslserve.sched.cache.saves import CachePolicy
+from kslserve.sched.scheduler import Job
+from tests.world import SIZES, MemoryStore, Recorder, World, alone, job
+
+POLICY = CachePolicy(min_tokens=4, gap=4, interval=1000, disk_min_tokens=4)
+ROOMY = replace(SIZES, slots=8, slabs=30, blocks=200)
+
+
+def world(policy: CachePolicy = POLICY, sizes: Any = ROOMY, **options: Any) -> World:
+    limits = {"cache": policy, **options.pop("limits", {})}
+    return World(sizes, limits=limits, **options)
+
+
+def text(n: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 512, n, dtype=np.int32)
+
+
+def ask(ids: np.ndarray, new: int = 3, **changes: Any) -> Job:
+    return replace(job(1, new), prompt_ids=ids, **changes)
+
+
+def then(*parts: Any) -> np.ndarray:
+    return np.concatenate([np.array(part, np.int32) for part in parts])
+
+
+def computed(w: World) -> int:
+    return w.scheduler.snapshot().prompt_tokens
+
+
+def test_a_conversation_computes_what_is_new() -> None:
+    w = world()
+    first = text(60, 1)
+    one = w.submit(ask(first, 5, boundaries=(20, 55)))
+    w.run()
+    assert (one.cached_tokens, computed(w)) == (0, 60)
+    # All but the last token of the answer, which was sampled and never computed.
+    second = then(first, one.ids, text(10, 2))
+    two = w.submit(ask(second, boundaries=(20, 70)))
+    w.run()
+    assert two.cached_tokens == 64
+    assert computed(w) == 60 + 11
+    assert two.ids == alone(ask(second)).ids
+    # The same again, a new conversation with the same system prompt, an edit of the last message.
+    for ids, cached in ((second, 74), (then(first[:20], text(30, 3)), 20), (first, 59)):
+        got = w.submit(ask(ids))
+        w.run()
+        assert got.cached_tokens == cached
+        assert got.ids == alone(ask(ids)).ids
+    snapshot = w.scheduler.snapshot().cache
+    assert (snapshot.hits, snapshot.misses) == (4, 1)
+    assert snapshot.tokens_saved == 64 + 74 + 20 + 59
+    w.check_all_free()
+
+
+def test_cuts_cost_no_pass_of_their_own() -> None:
+    w = world(limits={"wave_columns": 64})
+    w.submit(ask(text(64, 1), 1, boundaries=(10, 20, 30, 60)))
+    w.run()
+    assert w.scheduler.snapshot().waves == 1
+    assert w.scheduler.snapshot().cache.device == 5  # the end of the generation too
+
+
+def test_what_fans_out_is_computed_once() -> None:
+    w = world()
+    shared = text(150, 1)
+    jobs = [ask(then(shared, text(10, seed))) for seed in range(6)]
+    got = [w.submit(j) for j in jobs]
+    w.run()
+    assert [r.cached_tokens for r in got] == [0, 150, 150, 150, 150, 150]
+    assert computed(w) == 150 + 6 * 10
+    for j, r in zip(jobs, got, strict=True):
+        assert r.ids == alone(j).ids
+    w.check_all_free()
+
+
+def test_waiting_for_a_donor_is_bounded() -> None:
+    w = world(replace(POLICY, donor_wait_s=0.02), options={"wave_s": 0.02})
+    shared = text(200, 1)
+    first = w.submit(ask(then(shared, [1])))
+    second = w.submit(ask(then(shared, [2])))
+    w.run()
+    assert (first.cached_tokens, second.cached_tokens) == (0, 0)
+    assert second.ids == alone(ask(then(shared, [2]))).ids
+
+
+def test_a_donor_that_is_cancelled_leaves_what_it_has() -> None:
+    w = world()
+    shared = text(200, 1)
+    first = w.submit(ask(then(shared, [1])))
+    second = w.submit(ask(then(shared, [2])))
+    w.run(until=0.06)
+    assert second.admitted_count == 0
+    w.cancel(first)
+    w.run()
+    assert first.reason is FinishReason.CANCELLED
+    assert 0 < second.cached_tokens < 200
+    assert computed(w) == 201
+    assert second.ids == alone(ask(then(shared, [2]))).ids
+
+
+def test_promised_blocks_serve_the_cache_until_they_are_needed() -> None:
+    """Requests that may fill the whole pool leave checkpoints alone as long as they do not."""
+    w = world(sizes=replace(SIZES, slabs=12, blocks=16))
+    first = text(60, 1)
+    w.submit(ask(first, 4))
+    w.run()
+    big = w.submit(ask(text(20, 2), 200, stop_ids=tuple(range(0, 512, 16))))
+    w.run()
+    assert big.reason is FinishReason.STOP
+    again = w.submit(ask(then(first, [1, 2])))
+    w.run()
+    assert again.cached_tokens == 59
+    # One that does fill it gets it.
+    filling = w.submit(ask(text(20, 3), 230))
+    w.run()
+    assert (filling.reason, len(filling.ids)) == (FinishReason.LENGTH, 230)
+    assert filling.ids == alone(ask(text(20, 3), 230)).ids
+    w.check_all_free()
+
+
+def test_it_adopts_what_its_own_memory_would_come_from() -> None:
+    """The whole pool is promised to one request while its checkpoint lies in it."""
+    w = world(sizes=replace(SIZES, slots=1, slabs=2, blocks=8))
+    first = text(100, 1)
+    one = w.submit(ask(first, 4))
+    w.run()
+    ids = then(first, one.ids, text(4, 2))
+    two = w.submit(ask(ids, 128 - len(ids)))
+    w.run()
+    assert two.cached_tokens == 103
+    assert two.ids == alone(ask(ids, 128 - len(ids))).ids
+    w.check_all_free()
+
+
+def test_one_that_matters_more_gets_the_place() -> None:
+    w = world(limits={"max_seqs": 1})
+    low = w.submit(ask(text(60, 1), 40, priority=1))
+    w.run(until=0.15)
+    assert 5 < len(low.ids) < 30
+    at = len(low.ids)
+    high = w.submit(ask(text(20, 2), 5))
+    while high.reason is None:
+        assert w.clock.step()
+        w.scheduler.check()
+    assert len(low.ids) <= at + 1
+    w.run()
+    assert low.ids == alone(ask(text(60, 1), 40)).ids
+    assert low.admitted_count == 1
+    assert w.scheduler.snapshot().preemptions == 1
+    # It went on from its checkpoint: nothing of its prompt was computed again.
+    assert computed(w) == 80
+    w.check_all_free()
+
+
+def test_it_gives_way_a_bounded_number_of_times() -> None:
+    w = world(limits={"max_seqs": 1})
+    low = w.submit(ask(text(60, 1), 60, priority=1, sampling=job().sampling))
+    high: list[Recorder] = []
+    for i in range(6):
+        later = ask(text(20, 2 + i), 3)
+        w.clock.call_later(0.1 + 0.1 * i, lambda j=later: high.append(w.submit(j)))
+    w.run()
+    assert w.scheduler.snapshot().preemptions == 2
+    assert low.ids == alone(ask(text(60, 1), 60)).ids
+    assert all(r.reason is FinishReason.LENGTH for r in high)
+
+
+def test_equals_never_give_way() -> None:
+    w = world(limits={"max_seqs": 1})
+    w.submit(ask(text(60, 1), 20))
+    w.clock.call_later(0.1, lambda: w.submit(ask(text(20, 2), 5)))
+    w.run()
+    assert w.scheduler.snapshot().preemptions == 0
+
+
+def test_without_a_cache_nothing_is_kept() -> None:
+    w = World(ROOMY)
+    for _ in range(2):
+        got = w.submit(ask(text(60, 1), boundaries=(20, 50)))
+        w.run()
+        assert got.cached_tokens == 0
+    assert w.scheduler.snapshot().cache.builds == 0
+    assert not w.scheduler.snapshot().cache.enabled
+    assert w.scheduler.snapshot().blocks_cached == 0
+
+
+def evict_all(w: World) -> None:
+    cache = w.scheduler.cache
+    for checkpoint in list(cache.index.checkpoints()):
+        if checkpoint.device is not None:
+            cache.evict(checkpoint)
+
+
+def test_loading_delays_nobody_else() -> None:
+    """While one sequence is loaded from host memory, an op a wave, another one decodes in every
+    wave."""
+    w = world(replace(POLICY, host_bytes=1 << 20, move_bytes=1))
+    first = text(100, 1)
+    w.submit(ask(first, 4))
+    w.run()
+    evict_all(w)
+    running = w.submit(ask(text(5, 2), 60))
+    w.run(until=w.clock.now() + 0.05)
+    waves = spy_waves(w)
+    loaded = w.submit(ask(then(first, [3, 4])))
+    w.run()
+    loads = [i for i, wave in enumerate(waves) if OpKind.LOAD_BLOCK in wave]
+    assert len(loads) == 7
+    assert all(waves[i].rows for i in loads)
+    assert loaded.cached_tokens == 99
+    assert loaded.ids == alone(ask(then(first, [3, 4]))).ids
+    assert running.batches == [1] * 60
+    w.check_all_free()
+
+
+class Seen(list[OpKind]):
+    """Kinds of a wave's ops, and its slots with rows."""
+
+    def __init__(self, wave: Wave) -> None:
+        super().__init__(op.kind for op in wave.before)
+        self.rows = [row.slot for row in wave.rows]
+
+
+def spy_waves(w: World) -> list[Seen]:
+    seen: list[Seen] = []
+    submit = w.engine.submit
+
+    def spy(wave: Wave) -> bool:
+        seen.append(Seen(wave))
+        return submit(wave)
+
+    w.engine.submit = spy  # type: ignore[method-assign]
+    return seen
+
+
+def test_growing_copies_share_their_images() -> None:
+    w = world(replace(POLICY, host_bytes=1 << 20))
+    ids = text(100, 1)
+    used = []
+    for turn in range(3):
+        got = w.submit(ask(ids, 4))
+        w.run()
+        used.append(w.scheduler.snapshot().cache.host_bytes)
+        ids = then(ids, got.ids, text(3, turn))
+    slab, block = w.engine.info.slab_bytes, w.engine.info.block_bytes
+    assert slab + 7 * block <= used[0] <= 2 * slab + 8 * block
+    # Each later turn: a slab, and the blocks from the first partial one on.
+    assert used[2] - used[0] <= 2 * (slab + 2 * block)
+    w.check_all_free()
+
+
+def test_a_disk_that_is_full_costs_nothing_else() -> None:
+    store = MemoryStore()
+    store.broken.add("write")
+    w = world(sizes=replace(SIZES, slabs=6), store=store)
+    for seed in range(12):
+        got = w.submit(ask(text(60, seed)))
+        w.run()
+        assert got.reason is FinishReason.LENGTH
+    assert 3 <= w.scheduler.cache.tiers.write_errors <= 4  # two may be on their way
+    assert store.files == {}
+    w.check_all_free()
+
+
+def test_the_disk_budget_holds() -> None:
+    store = MemoryStore()
+    probe = world(store=MemoryStore())
+    file = probe.engine.info.slab_bytes + 4 * probe.engine.info.block_bytes
+    w = world(sizes=replace(SIZES, slabs=6), store=store, disk_bytes=5 * file)
+    for seed in range(20):
+        w.submit(ask(text(60, seed)))
+        w.run()
+    assert w.scheduler.cache.tiers.writes > 5
+    assert 3 <= len(store.files) <= 5
+    assert w.scheduler.snapshot().cache.disk_bytes <= 5 * file
+    assert w.scheduler.snapshot().cache.disk == len(store.files)
+
+
+@pytest.mark.parametrize("host_bytes", [0, 1 << 20])
+async def test_flush_writes_the_ends_of_conversations(host_bytes: int) -> None:
+    store = MemoryStore()
+    w = world(replace(POLICY, host_bytes=host_bytes), store=store)
+    talks = []
+    for seed in range(3):
+        got = w.submit(ask(text(60, seed), boundaries=(20, 55)))
+        w.run()
+        talks.append(then(text(60, seed), got.ids))
+    w.scheduler.cache.tiers.flush()
+    while w.scheduler.cache.tiers.busy or w.scheduler.cache.tiers.dirty:
+        w.scheduler.cache.tiers.start_save()
+        w.scheduler._call_turn()
+        w.run()
+    later = world(store=store)
+    for talk in talks:
+        got = later.submit(ask(then(talk, [5])))
+        later.run()
+        assert got.cached_tokens == len(talk) - 1
+        assert got.ids == alone(ask(then(talk, [5]))).ids
+    later.check_all_free()
