@@ -194,13 +194,18 @@ def compile_cuda(folder: Path, arches: tuple[str, ...] = CUDA_ARCHES) -> Path:
         number = arch.removeprefix("sm_")
         targets.append(f"-gencode=arch=compute_{number},code=sm_{number}")
     digest = hashlib.sha256(_headers_digest().encode())
-    for path in sorted((ROOT / "native/cuda").rglob("*.cuh")):
-        digest.update(path.read_bytes())
+    kernels = hashlib.sha256()  # a part of `numerics`: equal strings mean equal bits
+    for path in sorted((ROOT / "native/cuda").rglob("*.cu*")):
+        kernels.update(path.read_bytes())
+        if path.suffix == ".cuh":
+            digest.update(path.read_bytes())
     headers = digest.hexdigest()
+    kernel_stamp = f'-DKSL_CUDA_DIGEST="{kernels.hexdigest()}"'
 
     def build_object(source: Path) -> Path:
         if source.suffix == ".cu":
             command = [nvcc, *CUDA_FLAGS, *targets]
+            command += [kernel_stamp] if source.stem == "open" else []
         else:
             command = [*_compiler(), *COMMON_FLAGS, *(stamp if source.stem == "abi" else [])]
         command += ["-I", str(ROOT / "native/include")]

@@ -46,7 +46,6 @@ def _s(default: Any, kind: str, help: str, **more: Any) -> Any:
 
 
 _SPEC = "speculation"
-_CUDA = "the CUDA backend"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,10 @@ class Settings:
         "auto", "choice", "activation arithmetic; auto: the backend's own choice",
         choices=("auto", "float"),
     )  # fmt: skip
-    device: str = _s("auto", "choice", "backend", choices=("auto", "cpu", "cuda"))
+    device: str = _s(
+        "auto", "choice", "backend; auto: the CUDA device where there is one",
+        choices=("auto", "cpu", "cuda"),
+    )  # fmt: skip
     engine: str = _s(
         "native", "choice", "engine; scripted and fake need no model",
         choices=("native", "scripted", "fake"),
@@ -90,8 +92,9 @@ class Settings:
         AUTO, "int", "window of a request in tokens; auto: the model's maximum", low=16, auto=True
     )
     kv: str = _s(
-        "auto", "choice", "KV format; auto: bf16 on the CPU", choices=("auto", "f32", "bf16")
-    )
+        "auto", "choice", "KV format; auto: bf16 on the CPU, q4 on CUDA",
+        choices=("auto", "f32", "bf16", "fp8", "q4"),
+    )  # fmt: skip
     kv_tokens: int = _s(
         AUTO, "int", "size of the KV pool in tokens; auto: what memory allows", low=16, auto=True
     )
@@ -307,8 +310,6 @@ def _check(s: Settings) -> None:
         raise UsageError(f"--block-tokens must be a multiple of 16, not {s.block_tokens}.")
     if s.engine == "scripted" and not s.script:
         raise UsageError("--engine scripted needs --script.")
-    if s.device == "cuda":
-        raise UsageError(f"--device cuda: {_CUDA} is not part of this version.")
     if not s.uds and not is_loopback(s.host) and not s.insecure and not keys_of(s):
         raise UsageError(
             f"--host {s.host} is reachable from other machines: set --api-key, or --insecure to "

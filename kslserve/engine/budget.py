@@ -16,6 +16,7 @@ _SCALE = 4  # a float32 per position and KV head
 _HALF = 2  # fp16 scales and zero points
 _Q4_HEAD_DIMS = (32, 64, 128, 256)
 _HEAD_BATCH = 32  # columns that the output head takes at once
+_ATTENTION_QUERIES = 16
 _DRAFTS_MAX = 16
 _BIAS_MAX = 1024
 
@@ -112,7 +113,9 @@ def workspace_bytes(spec: ModelSpec, slots: int, wave_columns: int, threads: int
     floats += (wave_columns + slots) * (spec.rotary_dims if kv_layers(spec) else 0)
     group = spec.heads // spec.kv_heads
     tile = _padded(group * spec.head_dim + 2 * group)
-    worker = 32 * tile + 2 * spec.vocab + 3 * _padded(group * spec.head_dim) + 4 * _padded(group)
+    # Up to _ATTENTION_QUERIES query heads, of one or more columns, share a pass over a tile.
+    queries = 3 * _padded(_ATTENTION_QUERIES * spec.head_dim) + 4 * _padded(_ATTENTION_QUERIES)
+    worker = 32 * tile + 2 * spec.vocab + queries
     worker += (1 + _DRAFTS_MAX) * (conv + value)
     return 4 * (floats + threads * worker)
 

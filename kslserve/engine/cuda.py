@@ -43,6 +43,13 @@ class CudaLibrary:
                     f"{path} was built from other sources: run `python build.py cuda` again."
                 )
 
+        self._free = self._handle.ksl_cuda_free_bytes
+        self._free.restype = ctypes.c_uint64
+
+    def free_bytes(self) -> int:
+        """Free memory of the device; 0 where it cannot be asked."""
+        return int(self._free())
+
     def __getattr__(self, name: str) -> Any:
         return getattr(lib, name)
 

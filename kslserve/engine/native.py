@@ -38,6 +38,7 @@ ISAS = {
     "avx2": lib.KSL_ISA_AVX2,
     "avx512": lib.KSL_ISA_AVX512,
 }
+CPU_LIBRARY = lib
 WAVE_END = lib.KSL_DONE_WAVE_END
 PHASES = ("idle", "running", "closed", "poisoned")
 

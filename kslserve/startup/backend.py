@@ -22,8 +22,9 @@ from kslserve.ksl.model import ModelFile, read_texts
 from kslserve.ksl.open import open_model, open_source
 from kslserve.sched.cache.diskstore import DiskStore, Scan, StateSizes
 from kslserve.service.model import ServedModel
+from kslserve.startup.device import free_bytes, open_library, place
 from kslserve.startup.lines import describe
-from kslserve.startup.pools import free_memory_bytes, kv_format, plan_pools
+from kslserve.startup.pools import kv_format, plan_pools
 from kslserve.text.bare import BareTokenizer
 from kslserve.text.template import ChatTemplate, bundled
 from kslserve.text.tokenizer import Tokenizer
@@ -50,6 +51,7 @@ def open_backend(settings: Settings, log_line: Callable[[str], None]) -> Backend
     (ModelFileError included) or EngineError with one sentence."""
     model = _open_model(settings, log_line)
     with model:
+        settings = place(settings, model.spec)
         notes = list(model.notes)
         tokenizer = _tokenizer(settings, model, notes)
         script = None
@@ -62,7 +64,7 @@ def open_backend(settings: Settings, log_line: Callable[[str], None]) -> Backend
             if model.tokenizer_json is not None:
                 notes.append(f"no chat template: the {FALLBACK_TEMPLATE} one is used")
         template = ChatTemplate(source, tokenizer.control_tokens)
-        plan = plan_pools(settings, model.spec, free_memory_bytes() - _weight_bytes(model))
+        plan = plan_pools(settings, model.spec, free_bytes(settings) - _weight_bytes(model))
         notes += plan.notes
         engine = _open_engine(settings, model, plan.sizes, tokenizer, script)
         identity = fingerprint(model.spec, model.tensors, engine.info)
@@ -173,6 +175,7 @@ def _open_engine(
         threads=settings.threads,
         nice=settings.cpu_nice,
         test_hooks=settings.test_hooks,
+        library=open_library(settings),
     )
 
 

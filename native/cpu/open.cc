@@ -152,17 +152,19 @@ int make_scratch(Backend *b, ksl_error *error) {
   for (int i = 0; i < b->threads; i++) {
     WorkerScratch *w = &b->workers[i];
     const bool sampler = scratch_init(&w->sample, spec->vocab, b->alloc);
-    w->query = own_floats(b, 3 * padded(query));
-    w->m = own_floats(b, 4 * padded(group));
+    const size_t queries = spec->kv_layers ? kMaxGroup : 0;
+    const size_t width = padded(queries * spec->head_dim);
+    w->query = own_floats(b, 3 * width);
+    w->m = own_floats(b, 4 * padded(kMaxGroup));
     w->replay = own_floats(b, (1 + KSL_MAX_DRAFT) * (b->conv_stride + b->value_stride));
     if (!sampler || !w->query || !w->m || !w->replay) {
       return no_memory(error, "the activations");
     }
-    w->acc = w->query + padded(query);
-    w->tile_acc = w->acc + padded(query);
-    w->l = w->m + padded(group);
-    w->tile_m = w->l + padded(group);
-    w->tile_l = w->tile_m + padded(group);
+    w->acc = w->query + width;
+    w->tile_acc = w->acc + width;
+    w->l = w->m + padded(kMaxGroup);
+    w->tile_m = w->l + padded(kMaxGroup);
+    w->tile_l = w->tile_m + padded(kMaxGroup);
   }
 
   b->qkv = region;

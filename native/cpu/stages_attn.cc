@@ -77,9 +77,10 @@ void load_query(const Backend *b, int column, int head, float *query) {
   for (int i = 0; i < n; i++) query[i] = q[i] * scale;
 }
 
-// Partial attention of one tile of keys.
-void run_tile(const LayerTask *t, WorkerScratch *scratch, const float *query, int column, int head,
-              int tile, float *m, float *l, float *acc) {
+// Partial attention over one tile of keys, as far as `column` sees it, of `queries` query heads:
+// the group of that column, or groups of several columns that see the same keys.
+void run_tile(const LayerTask *t, WorkerScratch *scratch, const float *query, int queries,
+              int column, int head, int tile, float *m, float *l, float *acc) {
   Backend *b = t->b;
   const ModelSpec *s = b->spec;
   const int position = b->batch->position[column], slot = b->batch->slot[column];
@@ -99,25 +100,23 @@ void run_tile(const LayerTask *t, WorkerScratch *scratch, const float *query, in
     }
     from += piece;
   }
-  b->kernels->attn_tile(b->config->kv_format, query, s->head_dim, s->heads / s->kv_heads,
-                        s->head_dim, scratch->keys, scratch->values, n, m, l, acc);
+  b->kernels->attn_tile(b->config->kv_format, query, s->head_dim, queries, s->head_dim,
+                        scratch->keys, scratch->values, n, m, l, acc);
 }
 
-void start(const ModelSpec *s, float *m, float *l, float *acc) {
-  const int group = s->heads / s->kv_heads;
-  for (int h = 0; h < group; h++) {
+void start(const ModelSpec *s, int queries, float *m, float *l, float *acc) {
+  for (int h = 0; h < queries; h++) {
     m[h] = -INFINITY;
     l[h] = 0;
   }
-  memset(acc, 0, sizeof(float) * group * s->head_dim);
+  memset(acc, 0, sizeof(float) * queries * s->head_dim);
 }
 
-void combine(const Backend *b, float *m, float *l, float *acc, const float *tile_m,
+void combine(const Backend *b, int queries, float *m, float *l, float *acc, const float *tile_m,
              const float *tile_l, const float *tile_acc) {
-  const ModelSpec *s = b->spec;
-  for (int h = 0; h < s->heads / s->kv_heads; h++) {
-    b->kernels->attn_combine(&m[h], &l[h], acc + h * s->head_dim, tile_m[h], tile_l[h],
-                             tile_acc + h * s->head_dim, s->head_dim);
+  const int d = b->spec->head_dim;
+  for (int h = 0; h < queries; h++) {
+    b->kernels->attn_combine(&m[h], &l[h], acc + h * d, tile_m[h], tile_l[h], tile_acc + h * d, d);
   }
 }
 
@@ -133,25 +132,55 @@ void no_keys(const Backend *b, int column, int head) {
   memset(b->o + column * b->query_stride + static_cast<size_t>(head) * n, 0, n * sizeof(float));
 }
 
-// Items are (KV head, column) pairs, heads outermost: neighbours share keys.
+// How many columns from `column` on, at most `most`, are consecutive positions of one row.
+int run_of_columns(const Backend *b, int column, int most) {
+  const Batch *batch = b->batch;
+  int n = 1;
+  while (n < most && batch->slot[column + n] == batch->slot[column] &&
+         batch->position[column + n] == batch->position[column] + n)
+    n++;
+  return n;
+}
+
+// Items are (KV head, column) pairs, heads outermost: neighbours share keys. Consecutive columns of
+// a row go through the tiles that all of them see whole together, so that each key is read and
+// widened once for them; a query head's bits do not depend on its company.
 void core_task(void *context, int worker, int begin, int end) {
   const LayerTask *t = static_cast<const LayerTask *>(context);
   Backend *b = t->b;
   WorkerScratch *w = &b->workers[worker];
-  for (int i = begin; i < end; i++) {
+  const int group = b->spec->heads / b->spec->kv_heads, d = b->spec->head_dim;
+  const size_t width = static_cast<size_t>(group) * d;
+  for (int i = begin; i < end;) {
     const int head = i / b->batch->n, column = i % b->batch->n;
     const int position = b->batch->position[column];
     if (position < t->first_key) {
       no_keys(b, column, head);
+      i++;
       continue;
     }
-    load_query(b, column, head, w->query);
-    start(b->spec, w->m, w->l, w->acc);
-    for (int tile = 0; tile < tiles_of(position); tile++) {
-      run_tile(t, w, w->query, column, head, tile, w->tile_m, w->tile_l, w->tile_acc);
-      combine(b, w->m, w->l, w->acc, w->tile_m, w->tile_l, w->tile_acc);
+    int most = kMaxGroup / group;
+    if (most > end - i) most = end - i;
+    if (most > b->batch->n - column) most = b->batch->n - column;
+    const int columns = run_of_columns(b, column, most);
+    for (int c = 0; c < columns; c++) load_query(b, column + c, head, w->query + c * width);
+    start(b->spec, columns * group, w->m, w->l, w->acc);
+    const int shared = (position + 1) / kTileKeys;
+    for (int tile = 0; tile < shared; tile++) {
+      run_tile(t, w, w->query, columns * group, column, head, tile, w->tile_m, w->tile_l,
+               w->tile_acc);
+      combine(b, columns * group, w->m, w->l, w->acc, w->tile_m, w->tile_l, w->tile_acc);
     }
-    finish(b, column, head, w->l, w->acc);
+    for (int c = 0; c < columns; c++) {
+      float *m = w->m + c * group, *l = w->l + c * group, *acc = w->acc + c * width;
+      for (int tile = shared; tile < tiles_of(position + c); tile++) {
+        run_tile(t, w, w->query + c * width, group, column + c, head, tile, w->tile_m, w->tile_l,
+                 w->tile_acc);
+        combine(b, group, m, l, acc, w->tile_m, w->tile_l, w->tile_acc);
+      }
+      finish(b, column + c, head, l, acc);
+    }
+    i += columns;
   }
 }
 
@@ -175,7 +204,7 @@ void tile_task(void *context, int worker, int begin, int end) {
   for (int i = begin; i < end; i++) {
     float *acc = b->partials + i * partial_floats(s);
     float *m = acc + group * s->head_dim;
-    run_tile(&t->layer, &b->workers[worker], t->query, t->column, t->head, t->first + i, m,
+    run_tile(&t->layer, &b->workers[worker], t->query, group, t->column, t->head, t->first + i, m,
              m + group, acc);
   }
 }
@@ -188,7 +217,7 @@ void core_by_tiles(const LayerTask *layer, int column, int head) {
   const int tiles = tiles_of(b->batch->position[column]);
   const int64_t cost = static_cast<int64_t>(group) * s->head_dim * kTileKeys * 2;
   load_query(b, column, head, w->query);
-  start(s, w->m, w->l, w->acc);
+  start(s, group, w->m, w->l, w->acc);
   for (int first = 0; first < tiles; first += b->partial_tiles) {
     const int n = tiles - first < b->partial_tiles ? tiles - first : b->partial_tiles;
     TileTask task = {*layer, column, head, first, w->query};
@@ -196,7 +225,7 @@ void core_by_tiles(const LayerTask *layer, int column, int head) {
     for (int i = 0; i < n; i++) {
       const float *acc = b->partials + i * partial_floats(s);
       const float *m = acc + group * s->head_dim;
-      combine(b, w->m, w->l, w->acc, m, m + group, acc);
+      combine(b, group, w->m, w->l, w->acc, m, m + group, acc);
     }
   }
   finish(b, column, head, w->l, w->acc);

@@ -70,8 +70,8 @@ struct HeadJob {
 // Per worker.
 struct WorkerScratch {
   SampleScratch sample;
-  float *query, *acc, *tile_acc;   // [group][head_dim]
-  float *m, *l, *tile_m, *tile_l;  // [group]
+  float *query, *acc, *tile_acc;   // [kMaxGroup][head_dim]: heads of one or more columns
+  float *m, *l, *tile_m, *tile_l;  // [kMaxGroup]
   const void *keys[kTileKeys], *values[kTileKeys];
   float *replay;  // [1 + KSL_MAX_DRAFT][conv_channels]
 };

@@ -1,0 +1,198 @@
+"""Decode speed of the CUDA backend on a model without data.
+
+    python bench/device.py [--model synth:27b] [--weights nvfp4,fp6] [--kv q4]
+                           [--streams 1,2,4,8,16,32] [--contexts 2048,32768] [--waves 24]
+                           [--json FILE]
+
+First the read bandwidth of the device is measured, then every cell: `streams` sequences that each
+have `context` computed positions decode one token a wave. KV rows hold whatever the pool holds,
+which costs the same to read. A cell that does not fit in memory is left out with a line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from kslserve.core.sampling import SamplingParams  # noqa: E402
+from kslserve.engine.cuda import find_library, load_library  # noqa: E402
+from kslserve.engine.model import PoolSizes  # noqa: E402
+from kslserve.engine.native import NativeEngine  # noqa: E402
+from kslserve.engine.types import (  # noqa: E402
+    Done,
+    OpKind,
+    Row,
+    RowKind,
+    SlotConfig,
+    StateOp,
+    TableEdit,
+    Wave,
+)
+from kslserve.errors import KslError  # noqa: E402
+from kslserve.ksl.open import open_model  # noqa: E402
+
+BLOCK = 128
+
+
+def read_bandwidth() -> float:
+    """Bytes per second of a plain reader."""
+    handle = ctypes.CDLL(str(find_library()))
+    probe = handle.ksl_cuda_read_bandwidth
+    probe.restype, probe.argtypes = ctypes.c_double, [ctypes.c_size_t]
+    return float(probe(8 << 30))
+
+
+class Runner:
+    """One engine and its waves, one at a time."""
+
+    def __init__(self, engine: NativeEngine) -> None:
+        self.engine = engine
+        self.id = 0
+        self.waiting: asyncio.Future[Done] | None = None
+        engine.start(self._done)
+
+    def _done(self, done: Done) -> None:
+        assert self.waiting is not None
+        self.waiting.set_result(done)
+
+    async def wave(self, **parts: Any) -> Done:
+        self.id += 1
+        self.waiting = asyncio.get_running_loop().create_future()
+        assert self.engine.submit(Wave(self.id, **parts))
+        done = await self.waiting
+        if done.error:
+            raise SystemExit(done.error)
+        return done
+
+
+async def cell(runner: Runner, streams: int, context: int, waves: int) -> dict[str, float]:
+    per_slot = -(-(context + waves + 8) // BLOCK)
+    before, edits = [], []
+    for slot in range(streams):
+        before.append(StateOp(OpKind.ZERO_SLAB, slot))
+        config = SlotConfig(SamplingParams(temperature=0.0), slot)
+        before.append(StateOp(OpKind.CONFIGURE, slot, data=config))
+        edits.append(TableEdit(slot, 0, list(range(slot * per_slot, (slot + 1) * per_slot))))
+    await runner.wave(before=before, edits=edits)
+    device, gaps = [], []
+    last_end = 0
+    for step in range(waves):
+        rows = [
+            Row(RowKind.LAST, slot, slot, context + step, 1, [11 + slot if step == 0 else -1])
+            for slot in range(streams)
+        ]
+        done = await runner.wave(rows=rows)
+        if step >= 4:
+            device.append((done.ended_ns - done.started_ns) / 1e6)
+            gaps.append((done.started_ns - last_end) / 1e6)
+        last_end = done.ended_ns
+    wave, gap = statistics.median(device), statistics.median(gaps)
+    return {"wave_ms": wave, "gap_ms": gap, "tok_s": streams / (wave + gap) * 1e3}
+
+
+async def prompt(runner: Runner, n: int, columns: int) -> float:
+    """Tokens per second of a cold prompt of n tokens."""
+    blocks = list(range(-(-n // BLOCK) + 1))
+    config = SlotConfig(SamplingParams(temperature=0.0), 0)
+    await runner.wave(
+        before=[StateOp(OpKind.ZERO_SLAB, 0), StateOp(OpKind.CONFIGURE, 0, data=config)],
+        edits=[TableEdit(0, 0, blocks)],
+    )
+    total = 0.0
+    for start in range(0, n, columns):
+        part = min(columns, n - start)
+        done = await runner.wave(
+            rows=[Row(RowKind.PREFILL, 0, 0, start, part, list(range(1, part + 1)))]
+        )
+        total += (done.ended_ns - done.started_ns) / 1e9
+    return n / total
+
+
+async def bench(options: argparse.Namespace) -> dict[str, Any]:
+    bandwidth = read_bandwidth()
+    print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s", flush=True)
+    result: dict[str, Any] = {"read_bytes_per_s": bandwidth, "cells": []}
+    library = load_library()
+    for weights in options.weights.split(","):
+        for context in map(int, options.contexts.split(",")):
+            streams = sorted(map(int, options.streams.split(",")))
+            while streams:
+                most = streams[-1]
+                per_slot = -(-(context + options.waves + 8) // BLOCK)
+                sizes = PoolSizes(
+                    slots=most,
+                    slabs=most,
+                    blocks=per_slot * most,
+                    block_tokens=BLOCK,
+                    blocks_per_slot=per_slot,
+                    wave_columns=max(options.columns, most),
+                )
+                begun = time.monotonic()
+                try:
+                    with open_model(options.model, weights=weights) as model:
+                        engine = NativeEngine.open(
+                            model.spec, model.tensors, sizes, kv_format=options.kv, library=library
+                        )
+                except KslError as error:
+                    print(f"{weights} {most} x {context}: {error}", flush=True)
+                    streams.pop()
+                    continue
+                info = engine.info
+                print(
+                    f"{weights} opened in {time.monotonic() - begun:.1f} s: weights "
+                    f"{info.weight_bytes / 2**30:.2f} GiB, {info.token_bytes / 1e9:.2f} GB a token,"
+                    f" pools {info.pool_bytes / 2**30:.2f} GiB, workspace "
+                    f"{info.scratch_bytes / 2**30:.2f} GiB; {info.numerics}",
+                    flush=True,
+                )
+                runner = Runner(engine)
+                for n in streams:
+                    found = await cell(runner, n, context, options.waves)
+                    share = info.token_bytes / (found["wave_ms"] / 1e3) / bandwidth
+                    print(
+                        f"{weights} {options.kv} {n:3} streams x {context:6}: "
+                        f"{found['wave_ms']:8.3f} ms a wave, gap {found['gap_ms']:.3f} ms, "
+                        f"{found['tok_s']:8.1f} tok/s, weights at {share:.0%} of the bandwidth",
+                        flush=True,
+                    )
+                    result["cells"].append(
+                        {"weights": weights, "streams": n, "context": context, **found}
+                    )
+                if options.prompt and context == int(options.contexts.split(",")[0]):
+                    speed = await prompt(runner, min(options.prompt, context), options.columns)
+                    print(f"{weights} prompt {options.prompt}: {speed:.0f} tok/s", flush=True)
+                    result["cells"].append({"weights": weights, "prompt_tok_s": speed})
+                engine.close()
+                break
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="synth:27b")
+    parser.add_argument("--weights", default="nvfp4,fp6")
+    parser.add_argument("--kv", default="q4")
+    parser.add_argument("--streams", default="1,2,4,8,16,32")
+    parser.add_argument("--contexts", default="2048,8192,32768,131072")
+    parser.add_argument("--waves", type=int, default=24)
+    parser.add_argument("--columns", type=int, default=512)
+    parser.add_argument("--prompt", type=int, default=2048)
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    result = asyncio.run(bench(options))
+    if options.json:
+        Path(options.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+// Norm and rotary of query and key heads; stores keys and values.
+#include "attn.cuh"
+
+namespace ksl {
+
+namespace {
+
+// A block is one column and one query head, or one KV head behind the query heads.
+__global__ void heads_kernel(const __grid_constant__ HeadsArgs a) {
+  begin_chained();
+  __shared__ float scratch[32], values[kMaxHeadDim];
+  const int column = blockIdx.x, i = threadIdx.x, d = a.kv.head_dim;
+  const int head = static_cast<int>(blockIdx.y) - (a.kv_only ? 0 : a.heads);
+  const bool key = head >= 0;
+  const int position = a.columns.position[column];
+  float *k = a.k + static_cast<int64_t>(column) * a.kv_stride + head * d;
+  const int query = blockIdx.y;
+  const float *from =
+      key ? k : a.query_gate + static_cast<int64_t>(column) * a.query_gate_stride + 2 * query * d;
+  const float x = i < d ? from[i] : 0.0f;
+  const float r = 1.0f / sqrtf(block_sum(x * x, scratch) / static_cast<float>(d) + a.eps);
+  if (i < d) values[i] = x * r * (key ? a.k_norm[i] : a.q_norm[i]);
+  __syncthreads();
+  float y = i < d ? values[i] : 0.0f;
+  if (i < 2 * a.half) {
+    const int j = i < a.half ? i : i - a.half;
+    const float c = a.cos[column * a.half + j], s = a.sin[column * a.half + j];
+    const float p = values[j], q = values[j + a.half];
+    y = i < a.half ? fmaf(-q, s, p * c) : fmaf(p, s, q * c);
+  }
+  __syncthreads();
+  if (i < d) values[i] = y;
+  if (!key) {
+    const int64_t at = static_cast<int64_t>(column) * a.q_stride + query * d + i;
+    if (i < d) a.q[at] = y;
+    if (a.format == KSL_KV_Q4) {
+      rotate(values, i, d);
+      if (i < d) a.stored_q[at] = values[i];
+    }
+    return;
+  }
+  if (i < d) k[i] = y;
+  const KvPlace place = kv_place(a.kv, a.columns.slot[column], position, head);
+  uint8_t *k_row = place.base + a.kv.k_offset + static_cast<int64_t>(place.row) * a.kv.k_bytes;
+  uint8_t *k_scale =
+      place.base + a.kv.k_scale_offset + static_cast<int64_t>(place.row) * a.kv.k_scale_bytes;
+  uint8_t *v_row = place.base + a.kv.v_offset + static_cast<int64_t>(place.row) * a.kv.v_bytes;
+  uint8_t *v_scale =
+      place.base + a.kv.v_scale_offset + static_cast<int64_t>(place.row) * a.kv.v_scale_bytes;
+  if (position < a.kv.first_key) {
+    for (int b = i; b < a.kv.k_bytes; b += blockDim.x) k_row[b] = 0;
+    for (int b = i; b < a.kv.k_scale_bytes; b += blockDim.x) k_scale[b] = 0;
+    for (int b = i; b < a.kv.v_bytes; b += blockDim.x) v_row[b] = 0;
+    for (int b = i; b < a.kv.v_scale_bytes; b += blockDim.x) v_scale[b] = 0;
+    return;
+  }
+  const float v = i < d ? a.v[static_cast<int64_t>(column) * a.kv_stride + head * d + i] : 0.0f;
+  switch (a.format) {
+    case KSL_KV_F32:
+      if (i < d) reinterpret_cast<float *>(k_row)[i] = y;
+      if (i < d) reinterpret_cast<float *>(v_row)[i] = v;
+      return;
+    case KSL_KV_BF16:
+      if (i < d) reinterpret_cast<uint16_t *>(k_row)[i] = f32_to_bf16(y);
+      if (i < d) reinterpret_cast<uint16_t *>(v_row)[i] = f32_to_bf16(v);
+      return;
+    case KSL_KV_FP8:
+      store_fp8(y, i, d, k_row, reinterpret_cast<float *>(k_scale), scratch);
+      break;
+    default:
+      rotate(values, i, d);
+      store_q4(i < d ? values[i] : 0.0f, i, d, k_row, reinterpret_cast<__half *>(k_scale));
+  }
+  store_fp8(v, i, d, v_row, reinterpret_cast<float *>(v_scale), scratch);
+}
+
+}  // namespace
+
+void attn_heads(Device *device, const HeadsArgs &a) {
+  const dim3 grid(a.columns.n, a.kv.kv_heads + (a.kv_only ? 0 : a.heads));
+  KSL_CHAIN(device, "attn_heads", heads_kernel, grid, padded32(a.kv.head_dim), a);
+}
+
+}  // namespace ksl

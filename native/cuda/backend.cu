@@ -1,0 +1,366 @@
+// The run of one wave.
+#include <string.h>
+
+#include "../common/error.h"
+#include "embed/embed.cuh"
+#include "head/gather.cuh"
+#include "mtp/input.cuh"
+#include "state.cuh"
+
+namespace ksl {
+
+void upload(Backend *b, void *to, const void *from, size_t bytes) {
+  if (bytes)
+    keep_error(&b->device,
+               cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, b->device.stream),
+               "uploading a plan");
+}
+
+void upload_columns(Backend *b, int n) {
+  const size_t pitch = sizeof(int32_t) * b->column_capacity;
+  keep_error(&b->device,
+             cudaMemcpy2DAsync(b->d_columns, pitch, b->columns, pitch, n * sizeof(int32_t),
+                               kColumnArrays, cudaMemcpyHostToDevice, b->device.stream),
+             "uploading a plan");
+}
+
+bool synchronize(Backend *b, const char *what) {
+  return keep_error(&b->device, cudaStreamSynchronize(b->device.stream), what);
+}
+
+namespace {
+
+float *slab_at(const Backend *b, int index) {
+  return b->slabs.data + index * b->slabs.stride;
+}
+
+void copy(Backend *b, void *to, const void *from, size_t bytes) {
+  keep_error(&b->device, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, b->device.stream),
+             "a state operation");
+}
+
+void mark(Backend *b, int slot, const int32_t *ids, int n, bool counted) {
+  if (n <= 0) return;
+  if (n > b->marks_capacity) {
+    synchronize(b, "configuring a slot");
+    cudaFree(b->d_marks);
+    b->marks_capacity = 0;
+    b->d_marks = nullptr;
+    if (!keep_error(&b->device, cudaMalloc(&b->d_marks, n * sizeof(int32_t)), "configuring a slot"))
+      return;
+    b->marks_capacity = n;
+  }
+  upload(b, b->d_marks, ids, n * sizeof(int32_t));
+  mark_ids(&b->device, b->slot_arrays, slot, b->d_marks, n, counted);
+}
+
+void upload_params(Backend *b, int index, const ksl_sampling *s) {
+  const Slot *slot = &b->slots[index];
+  const SlotParams params = {s->seed,     s->temperature,   s->top_p,      s->min_p,
+                             s->presence, s->frequency,     s->repetition, s->top_k,
+                             s->n_bias,   slot->use_counts, slot->has_mask};
+  upload(b, b->slot_arrays.params + index, &params, sizeof params);
+}
+
+void configure(Backend *b, int index, const ksl_sampling *s) {
+  Slot *slot = &b->slots[index];
+  const SlotArrays &arrays = b->slot_arrays;
+  cudaStream_t stream = b->device.stream;
+  if (slot->use_counts) {
+    keep_error(&b->device,
+               cudaMemsetAsync(arrays.counts + static_cast<int64_t>(index) * arrays.vocab, 0,
+                               arrays.vocab * sizeof(int32_t), stream),
+               "configuring a slot");
+    keep_error(&b->device,
+               cudaMemsetAsync(arrays.seen + static_cast<int64_t>(index) * arrays.words, 0,
+                               arrays.words * sizeof(uint32_t), stream),
+               "configuring a slot");
+  }
+  slot->use_counts = s->presence != 0 || s->frequency != 0 || s->repetition != 1;
+  slot->has_mask = false;
+  slot->latched = false;
+  slot->last_token = -1;
+  slot->forced_n = slot->forced_at = 0;
+  slot->n_drafts = 0;
+  slot->n_stop = s->n_stop;
+  for (int i = 0; i < s->n_stop; i++) slot->stop_ids[i] = s->stop_ids[i];
+  upload_params(b, index, s);
+  upload(b, arrays.bias_ids + index * KSL_MAX_BIAS, s->bias_ids, s->n_bias * sizeof(int32_t));
+  upload(b, arrays.bias + index * KSL_MAX_BIAS, s->bias, s->n_bias * sizeof(float));
+  if (s->repetition != 1) mark(b, index, s->prompt_ids, s->n_prompt, false);
+  if (slot->use_counts) mark(b, index, s->output_ids, s->n_output, true);
+}
+
+void set_mask(Backend *b, int index, const void *mask) {
+  Slot *slot = &b->slots[index];
+  const SlotArrays &arrays = b->slot_arrays;
+  slot->has_mask = mask != nullptr;
+  if (mask)
+    upload(b, arrays.mask + static_cast<int64_t>(index) * arrays.words, mask,
+           arrays.words * sizeof(uint32_t));
+  const int32_t flag = slot->has_mask;
+  upload(b, reinterpret_cast<uint8_t *>(arrays.params + index) + offsetof(SlotParams, has_mask),
+         &flag, sizeof flag);
+}
+
+void run_op(Backend *b, const ksl_op *op) {
+  const size_t slab_bytes = b->image_floats * sizeof(float);
+  switch (op->kind) {
+    case KSL_OP_ZERO_SLAB:
+      keep_error(&b->device, cudaMemsetAsync(slab_at(b, op->a), 0, slab_bytes, b->device.stream),
+                 "a state operation");
+      break;
+    case KSL_OP_COPY_SLAB:
+      if (op->a != op->b) copy(b, slab_at(b, op->b), slab_at(b, op->a), slab_bytes);
+      break;
+    case KSL_OP_COPY_BLOCK:
+      if (op->a != op->b)
+        copy(b, b->blocks + op->b * b->block_bytes, b->blocks + op->a * b->block_bytes,
+             b->block_bytes);
+      break;
+    case KSL_OP_SAVE_SLAB:
+      copy(b, op->data, slab_at(b, op->a), slab_bytes);
+      break;
+    case KSL_OP_LOAD_SLAB:
+      copy(b, slab_at(b, op->a), op->data, slab_bytes);
+      break;
+    case KSL_OP_SAVE_BLOCK:
+      copy(b, op->data, b->blocks + op->a * b->block_bytes, b->block_bytes);
+      break;
+    case KSL_OP_LOAD_BLOCK:
+      copy(b, b->blocks + op->a * b->block_bytes, op->data, b->block_bytes);
+      break;
+    case KSL_OP_CONFIGURE:
+      configure(b, op->a, static_cast<const ksl_sampling *>(op->data));
+      break;
+    case KSL_OP_MASK:
+      set_mask(b, op->a, op->data);
+      break;
+    case KSL_OP_FORCE: {
+      Slot *slot = &b->slots[op->a];
+      const int n = op->n < slot->forced_capacity ? op->n : slot->forced_capacity;
+      if (n > 0) memcpy(slot->forced, op->data, n * sizeof(int32_t));
+      slot->forced_n = n > 0 ? n : 0;
+      slot->forced_at = 0;
+      break;
+    }
+  }
+}
+
+int plan_rows(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
+  const int capacity = b->column_capacity;
+  int32_t *token = b->columns + kToken * capacity, *position = b->columns + kPosition * capacity;
+  int32_t *slot_of = b->columns + kSlotOf * capacity, *row_of = b->columns + kRowOf * capacity;
+  int32_t *source = b->columns + kSource * capacity, *kept_row = b->columns + kKeptRow * capacity;
+  int columns = 0, kept = 0;
+  b->n_rows = wave->n_rows;
+  b->multi = false;
+  b->most_position = 0;
+  for (int i = 0; i < wave->n_rows; i++) {
+    const ksl_row *row = &wave->rows[i];
+    const int32_t *tokens = wave->tokens + row->tokens;
+    RowPlan *plan = &b->rows[i];
+    RowInfo *info = &b->row_info[i];
+    *plan = RowPlan{};
+    *info = RowInfo{};
+    plan->row = row;
+    plan->done = &done[i];
+    plan->slot = &b->slots[row->slot];
+    plan->column = info->column = columns;
+    plan->keep = info->keep = -1;
+    info->slot = row->slot;
+    info->slab = row->slab;
+    info->start = row->start;
+    plan->done->position = row->start;
+    Slot *slot = plan->slot;
+    const int32_t first = tokens[0] < 0 ? slot->last_token : tokens[0];
+    if (slot->latched || first < 0) {
+      plan->done->flags = KSL_DONE_LATCHED;
+      plan->ended = true;
+      continue;
+    }
+    int n = row->n;
+    const int32_t *rest = tokens + 1;
+    if (row->kind == KSL_ROW_VERIFY) {
+      if (row->draft == KSL_DRAFT_OWN) {
+        rest = slot->drafts;
+        if (n > 1 + slot->n_drafts) n = 1 + slot->n_drafts;
+      }
+      // A mask holds for one position.
+      if (slot->has_mask || row->draft == KSL_DRAFT_NONE) n = 1;
+      if (n > 1) {
+        plan->keep = info->keep = kept;
+        for (int j = 0; j < n && kept + j < b->keep_columns; j++) kept_row[kept + j] = i;
+        kept += n;
+      }
+    }
+    if (columns + n > b->config->wave_columns || kept > b->keep_columns)
+      return fail(error, KSL_FATAL, "Wave %llu has more columns than the engine was opened with.",
+                  static_cast<unsigned long long>(wave->id));
+    for (int j = 0; j < n; j++) {
+      const int c = columns + j;
+      token[c] = j ? rest[j - 1] : first;
+      position[c] = row->start + j;
+      slot_of[c] = row->slot;
+      row_of[c] = i;
+      source[c] = j ? static_cast<int32_t>(kSourceColumn)
+                    : (row->start ? row->slab : static_cast<int32_t>(kSourceZero));
+    }
+    if (row->start + n - 1 > b->most_position) b->most_position = row->start + n - 1;
+    if (n > 1) b->multi = true;
+    slot->n_drafts = 0;
+    plan->n = plan->committed = info->n = info->committed = n;
+    info->n_cuts = row->n_cuts;
+    for (int j = 0; j < row->n_cuts; j++) {
+      info->cut_offset[j] = row->cuts[j].offset;
+      info->cut_slab[j] = row->cuts[j].slab;
+    }
+    columns += n;
+  }
+  b->n_kept = kept;
+  b->batch.n = columns;
+  b->batch.token = b->d_columns + kToken * capacity;
+  b->batch.position = b->d_columns + kPosition * capacity;
+  b->batch.slot = b->d_columns + kSlotOf * capacity;
+  b->batch.row = b->d_columns + kRowOf * capacity;
+  b->batch.source = b->d_columns + kSource * capacity;
+  return KSL_OK;
+}
+
+bool abandoned(const Backend *b) {
+  return b->wave->abandon && b->wave->abandon->load();
+}
+
+// All launches of a wave up to its samples.
+int forward(Backend *b, bool stoppable) {
+  const ModelSpec *s = b->spec;
+  if (s->kv_layers) rotary(&b->device, b->batch, b->frequency, s->rotary_dims / 2, b->cos, b->sin);
+  walk(b, kListInput, 0);
+  for (int layer = 0; layer < s->layers; layer++) {
+    if (stoppable && abandoned(b)) return KSL_CLOSED;
+    walk(b, b->layers[layer].kind == KSL_LAYER_FULL ? kListFull : kListLinear, layer);
+  }
+  walk(b, kListOutput, 0);
+  if (s->mtp_layers) mtp_follow(b);
+  return KSL_OK;
+}
+
+// The entry of this wave's shape; made if there is none, in the place of the one unused longest.
+Graph *find_graph(Backend *b) {
+  const int chunks = b->most_position / kChunkKeys + 1;
+  Graph *oldest = &b->graphs[0];
+  for (int i = 0; i < b->n_graphs; i++) {
+    Graph *g = &b->graphs[i];
+    if (g->columns == b->batch.n && g->rows == b->n_rows && g->jobs == b->n_jobs &&
+        g->chunks == chunks)
+      return g;
+    if (g->used < oldest->used) oldest = g;
+  }
+  if (b->n_graphs < kGraphs) oldest = &b->graphs[b->n_graphs++];
+  if (oldest->run) cudaGraphExecDestroy(oldest->run);
+  *oldest = {b->batch.n, b->n_rows, b->n_jobs, chunks, nullptr, 0};
+  return oldest;
+}
+
+// Captures the wave that is planned. A graph is a cache: without one, waves run all the same.
+void capture(Backend *b, Graph *g) {
+  cudaGraph_t graph = nullptr;
+  cudaError_t code = cudaStreamBeginCapture(b->device.stream, cudaStreamCaptureModeThreadLocal);
+  if (code == cudaSuccess) {
+    forward(b, false);
+    code = cudaStreamEndCapture(b->device.stream, &graph);
+  }
+  if (code == cudaSuccess) code = cudaGraphInstantiate(&g->run, graph, 0);
+  if (graph) cudaGraphDestroy(graph);
+  if (code != cudaSuccess) {
+    cudaGetLastError();
+    g->run = nullptr;
+    b->no_graphs = true;
+  }
+}
+
+// Plain decode: one column a row, nothing to copy out but ids.
+bool is_decode(const Backend *b) {
+  return !b->no_graphs && !b->taps && !b->multi && b->n_kept == 0 && b->n_logprob_jobs == 0;
+}
+
+int launch(Backend *b) {
+  if (!is_decode(b)) return forward(b, true);
+  // Shapes are few: the number of chunks is rounded up, and chunks that are not there do nothing.
+  const int chunks = b->most_position / kChunkKeys + 1;
+  const int step = chunks <= 32 ? 4 : (chunks <= 256 ? 16 : 64);
+  b->most_position = (chunks + step - 1) / step * step * kChunkKeys - 1;
+  Graph *g = find_graph(b);
+  const bool again = g->used != 0;
+  g->used = ++b->graph_clock;
+  if (again && !g->run) capture(b, g);
+  if (!g->run) return forward(b, true);
+  keep_error(&b->device, cudaGraphLaunch(g->run, b->device.stream), "launching a wave");
+  return KSL_OK;
+}
+
+int run_columns(Backend *b) {
+  const ModelSpec *s = b->spec;
+  b->trunk = true;
+  b->kv_only = false;
+  upload(b, b->d_rows, b->row_info, b->n_rows * sizeof(RowInfo));
+  upload_columns(b, b->batch.n);
+  plan_head(b);
+  const int code = launch(b);
+  if (code) return code;
+  finish_head(b);
+  if (b->device.error != cudaSuccess) return KSL_FATAL;
+  if (b->n_kept > 0) {
+    for (int r = 0; r < b->n_rows; r++) b->row_info[r].committed = b->rows[r].committed;
+    upload(b, b->d_rows, b->row_info, b->n_rows * sizeof(RowInfo));
+    if (s->linear_layers) commit_kept(b);
+  }
+  commit_hidden(&b->device, b->d_rows, b->final, b->hidden_stride, s->hidden, b->slabs.data,
+                b->slabs.stride, b->hidden_offset, b->n_rows);
+  if (s->mtp_layers) mtp_propose(b);
+  return KSL_OK;
+}
+
+int cuda_run(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
+  b->wave = wave;
+  b->taps = wave->n_taps > 0;
+  for (int i = 0; i < wave->n_taps; i++) wave->taps[i].written = 0;
+  for (int i = 0; i < wave->n_edits; i++) {
+    const ksl_edit *edit = &wave->edits[i];
+    upload(
+        b,
+        b->tables + static_cast<size_t>(edit->slot) * b->config->max_blocks_per_slot + edit->start,
+        wave->block_ids + edit->offset, edit->n * sizeof(int32_t));
+  }
+  for (int i = 0; i < wave->n_before; i++) run_op(b, &wave->before[i]);
+  int code = plan_rows(b, wave, done, error);
+  if (code) return code;
+  if (b->batch.n > 0) code = run_columns(b);
+  for (int i = 0; i < b->n_rows && !code; i++) {
+    RowPlan *plan = &b->rows[i];
+    if (plan->n) plan->done->position = plan->row->start + plan->committed;
+    plan->done->proposed = plan->slot->n_drafts;
+  }
+  for (int i = 0; i < wave->n_after && !code; i++) run_op(b, &wave->after[i]);
+  // Saved images and taps are the caller's when the wave ends.
+  synchronize(b, "running a wave");
+  b->wave = nullptr;
+  if (b->device.error != cudaSuccess)
+    return fail(error, KSL_FATAL, "The CUDA device failed while %s: %s.", b->device.what,
+                cudaGetErrorString(b->device.error));
+  return code;
+}
+
+const BackendOps kCudaOps = {"cuda", cuda_open, cuda_info, cuda_run, cuda_close};
+
+}  // namespace
+
+const BackendOps *default_backend(void) {
+  return &kCudaOps;
+}
+
+const char *kernels_list(void) {
+  return "cuda";
+}
+
+}  // namespace ksl

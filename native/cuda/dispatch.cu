@@ -1,0 +1,535 @@
+// The stage table of the CUDA backend, and the taps between stages. A span that is one kernel still
+// leaves every tap inside it in a buffer, so all of them can be compared.
+#include <string.h>
+
+#include "embed/embed.cuh"
+#include "head/gather.cuh"
+#include "mlp/act.cuh"
+#include "mtp/input.cuh"
+#include "norm/norm.cuh"
+#include "state.cuh"
+
+namespace ksl {
+
+namespace {
+
+const Split kNoSplit = {nullptr, 0, 1.0f};
+
+Split split_for(const Group &group, const Split &split) {
+  return group.n_packed > 0 ? split : kNoSplit;
+}
+
+SlabPool slabs_of(const Backend *b, int linear) {
+  SlabPool pool = b->slabs;
+  pool.state_offset = linear * b->state_layer;
+  pool.history_offset = b->conv_offset + linear * b->conv_layer;
+  return pool;
+}
+
+GdnShape gdn_shape(const ModelSpec *s) {
+  return {s->lin_key_heads, s->lin_value_heads, s->lin_key_dim, s->lin_value_dim, s->conv_channels};
+}
+
+void stage_embed(void *context, int) {
+  Backend *b = static_cast<Backend *>(context);
+  embed(&b->device, b->embedding, b->batch, b->x, b->hidden_stride);
+  b->normed_ready = false;
+}
+
+void stage_in_norm(void *context, int layer) {
+  Backend *b = static_cast<Backend *>(context);
+  if (!b->normed_ready)
+    norm_columns(b, b->layers[layer].in_norm, b->normed, b->hidden_split, false, false);
+  b->normed_ready = false;
+}
+
+void stage_gdn_project(void *context, int layer) {
+  Backend *b = static_cast<Backend *>(context);
+  const Output outputs[] = {{b->qkv, b->conv_stride},
+                            {b->z, b->value_stride},
+                            {b->gate_b, b->head_stride},
+                            {b->gate_a, b->head_stride}};
+  gemm_group(&b->device, b->layers[layer].linear.in, b->normed, b->hidden_stride, b->hidden_split,
+             outputs, nullptr, b->batch.n);
+}
+
+ConvArgs conv_args(Backend *b, const LinearWeights &w, int linear) {
+  ConvArgs a = {};
+  a.shape = gdn_shape(b->spec);
+  a.rows = b->d_rows;
+  a.row_of = b->batch.row;
+  a.slabs = slabs_of(b, linear);
+  a.qkv = b->qkv;
+  a.qkv_stride = b->conv_stride;
+  a.taps = w.taps;
+  a.conv = b->conv;
+  a.conv_silu = b->taps ? b->conv_silu : nullptr;
+  a.conv_stride = b->conv_stride;
+  a.a = b->gate_a;
+  a.b = b->gate_b;
+  a.decay_rate = w.decay_rate;
+  a.dt_bias = w.dt_bias;
+  a.g = b->g;
+  a.decay = b->decay;
+  a.beta = b->beta;
+  a.head_stride = b->head_stride;
+  a.gates = true;
+  a.history = true;
+  return a;
+}
+
+float *kept_layer(Backend *b, int linear) {
+  return b->keep + linear * b->keep_columns * b->keep_floats;
+}
+
+void stage_gdn_conv(void *context, int layer) {
+  Backend *b = static_cast<Backend *>(context);
+  const LayerWeights &w = b->layers[layer];
+  gdn_conv(&b->device, conv_args(b, w.linear, w.index), b->batch.n);
+  if (b->multi) {
+    const HistoryArgs a = {b->spec->conv_channels, b->d_rows, slabs_of(b, w.index), b->qkv,
+                           b->conv_stride,         false};
+    gdn_history(&b->device, a, b->n_rows);
+  }
+  if (b->n_kept > 0) {
+    const KeepArgs a = {b->d_rows,
+                        b->batch.row,
+                        b->qkv,
+                        b->decay,
+                        b->beta,
+                        b->spec->conv_channels,
+                        b->spec->lin_value_heads,
+                        b->conv_stride,
+                        b->head_stride,
+                        kept_layer(b, w.index),
+                        b->keep_floats};
+    gdn_keep(&b->device, a, b->batch.n);
+  }
+}
+
+ScanArgs scan_args(Backend *b, int linear) {
+  ScanArgs a = {};
+  a.shape = gdn_shape(b->spec);
+  a.rows = b->d_rows;
+  a.slabs = slabs_of(b, linear);
+  a.conv = b->conv;
+  a.conv_stride = b->conv_stride;
+  a.decay = b->decay;
+  a.beta = b->beta;
+  a.head_stride = b->head_stride;
+  a.eps = b->spec->norm_eps;
+  a.split = kNoSplit;
+  return a;
+}
+
+void stage_gdn_scan(void *context, int layer) {
+  Backend *b = static_cast<Backend *>(context);
+  const LayerWeights &w = b->layers[layer];
+  ScanArgs a = scan_args(b, w.index);
+  a.core = b->core;
+  a.core_stride = b->value_stride;
+  a.z = b->z;
+  a.norm = w.linear.norm;
+  a.gated = b->gated;
+  a.split = split_for(w.linear.out, b->value_split);
+  gdn_scan(&b->device, a, b->n_rows);
+}
+
+// A product that is added to x, and the norm that follows.
+void out_and_norm(Backend *b, const Group &group, const float *x, int x_stride, const Split &split,
+                  const float *gain, float *out, const Split &out_split, bool zero_first) {
+  const Output output = {b->partials, b->hidden_stride};
+  gemm_group(&b->device, group, x, x_stride, split, &output, nullptr, b->batch.n);
+  NormArgs a = {};
+  a.x = b->x;
+  a.stride = b->hidden_stride;
+  a.width = b->spec->hidden;
+  a.add = b->partials;
+  a.added = b->taps ? b->mixed : nullptr;
+  a.gain = gain;
+  a.eps = b->spec->norm_eps;
+  a.out = out;
+  a.out_stride = b->hidden_stride;
+  a.split = out_split;
+  a.zero_at = zero_first ? b->batch.position : nullptr;
+  add_norm(&b->device, a, b->batch.n);
+}
+
+void stage_gdn_out(void *context, int layer) {
+  Backend *b = static_cast<Backend *>(context);
+  const LayerWeights &w = b->layers[layer];
+  out_and_norm(b, w.linear.out, b->gated, b->value_stride, b->value_split, w.post_norm, b->normed,
+               split_for(w.gate_up, b->hidden_split), false);
+}
+
+void stage_attn_project(void *context, int layer) {
+  Backend *b = static_cast<Backend *>(context);
+  const FullWeights &w = b->layers[layer].full;
+  const Output q = {b->query_gate, b->query_gate_stride};
+  const Output kv[] = {{b->k, b->kv_stride}, {b->v, b->kv_stride}};
+  const Output all[] = {q, kv[0], kv[1]};
+  if (layer < b->spec->layers) {
+    gemm_group(&b->device, w.in, b->normed, b->hidden_stride, b->hidden_split, all, nullptr,
+               b->batch.n);
+    return;
+  }
+  gemm_group(&b->device, w.kv, b->normed, b->hidden_stride, b->hidden_split, kv, nullptr,
+             b->batch.n);
+  if (!b->kv_only)
+    gemm_group(&b->device, w.in, b->normed, b->hidden_stride, b->hidden_split, &q, nullptr,
+               b->batch.n);
+}
+
+KvLayer kv_layer(Backend *b, int layer) {
+  KvLayer kv = b->kv;
+  kv.layer_offset = b->layers[layer].index * b->kv_layer_bytes;
+  kv.first_key = layer == b->spec->layers ? 1 : 0;
+  return kv;
+}
+
+void stage_attn_heads(void *context, int layer) {
+  Backend *b = static_cast<Backend *>(context);
+  const ModelSpec *s = b->spec;
+  const FullWeights &w = b->layers[layer].full;
+  HeadsArgs a = {};
+  a.columns = b->batch;
+  a.kv = kv_layer(b, layer);
+  a.format = b->config->kv_format;
+  a.query_gate = b->query_gate;
+  a.query_gate_stride = b->query_gate_stride;
+  a.k = b->k;
+  a.v = b->v;
+  a.kv_stride = b->kv_stride;
+  a.q = b->q;
+  a.stored_q = b->stored_q;
+  a.q_stride = b->query_stride;
+  a.q_norm = w.q_norm;
+  a.k_norm = w.k_norm;
+  a.cos = b->cos;
+  a.sin = b->sin;
+  a.heads = s->heads;
+  a.half = s->rotary_dims / 2;
+  a.eps = s->norm_eps;
+  a.kv_only = b->kv_only;
+  attn_heads(&b->device, a);
+}
+
+void stage_attn_core(void *context, int layer) {
+  Backend *b = static_cast<Backend *>(context);
+  const ModelSpec *s = b->spec;
+  CoreArgs a = {};
+  a.columns = b->batch;
+  a.kv = kv_layer(b, layer);
+  a.format = b->config->kv_format;
+  a.q = b->stored_q;
+  a.q_stride = b->query_stride;
+  a.heads = s->heads;
+  a.partial = b->attn_partial;
+  const int chunks = b->most_position / kChunkKeys + 1;
+  const int64_t unit = static_cast<int64_t>(s->heads) * (s->head_dim + 2) * b->batch.n;
+  a.unit_chunks = 1;
+  a.units = chunks;
+  if (unit * a.units > b->attn_partial_floats) {
+    a.unit_chunks = kSpanChunks;
+    a.units = divide_up(chunks, kSpanChunks);
+  }
+  if (unit * a.units > b->attn_partial_floats) {
+    a.unit_chunks = 0;
+    a.units = 1;
+  }
+  attn_core(&b->device, a);
+  CombineArgs c = {};
+  c.columns = b->batch;
+  c.partial = b->attn_partial;
+  c.units = a.units;
+  c.unit_chunks = a.unit_chunks;
+  c.heads = s->heads;
+  c.kv_heads = s->kv_heads;
+  c.d = s->head_dim;
+  c.first_key = a.kv.first_key;
+  c.query_gate = b->query_gate;
+  c.query_gate_stride = b->query_gate_stride;
+  c.pregate = b->pregate;
+  c.gated = b->attn_gated;
+  c.stride = b->query_stride;
+  c.split = split_for(b->layers[layer].full.out, b->query_split);
+  attn_combine(&b->device, c);
+}
+
+void stage_attn_out(void *context, int layer) {
+  Backend *b = static_cast<Backend *>(context);
+  const LayerWeights &w = b->layers[layer];
+  out_and_norm(b, w.full.out, b->attn_gated, b->query_stride, b->query_split, w.post_norm,
+               b->normed, split_for(w.gate_up, b->hidden_split), false);
+}
+
+void stage_mlp(void *context, int layer) {
+  Backend *b = static_cast<Backend *>(context);
+  const LayerWeights &w = b->layers[layer];
+  const Split act_split = split_for(w.down, b->mlp_split);
+  const bool pair = w.gate_up.n_packed == 1 && w.gate_up.packed[0].pair;
+  const bool parts = !pair || b->taps;
+  const Output outputs[] = {{parts ? b->mlp_gate : nullptr, b->mlp_stride},
+                            {parts ? b->mlp_up : nullptr, b->mlp_stride}};
+  const PairOutput act = {b->mlp_act, b->mlp_stride, act_split};
+  gemm_group(&b->device, w.gate_up, b->normed, b->hidden_stride, b->hidden_split, outputs, &act,
+             b->batch.n);
+  if (!pair)
+    mlp_act(&b->device, b->mlp_gate, b->mlp_up, b->mlp_act, b->mlp_stride, b->spec->intermediate,
+            act_split, b->batch.n);
+}
+
+// The end of a layer also makes the norm that reads it.
+void stage_mlp_down(void *context, int layer) {
+  Backend *b = static_cast<Backend *>(context);
+  const LayerWeights &w = b->layers[layer];
+  const ModelSpec *s = b->spec;
+  const float *gain = b->final_norm;
+  float *out = b->final;
+  Split split = kNoSplit;
+  const bool inner = layer + 1 < s->layers;
+  if (layer == s->layers) {
+    gain = b->mtp_norm;
+    out = b->chain;
+  } else if (inner) {
+    gain = b->layers[layer + 1].in_norm;
+    out = b->normed;
+    split = b->hidden_split;
+  }
+  out_and_norm(b, w.down, b->mlp_act, b->mlp_stride, b->mlp_split, gain, out, split,
+               layer == s->layers);
+  b->normed_ready = inner;
+}
+
+void nothing(void *, int) {}
+
+void stage_head(void *context, int) {
+  run_head(static_cast<Backend *>(context));
+}
+
+void stage_mtp_input(void *context, int) {
+  Backend *b = static_cast<Backend *>(context);
+  embed(&b->device, b->embedding, b->batch, b->x, b->hidden_stride);
+  JoinArgs a = {};
+  a.columns = b->batch;
+  a.embedding = b->x;
+  a.final = b->final;
+  a.stride = b->hidden_stride;
+  a.width = b->spec->hidden;
+  a.hidden = b->slabs.data + b->hidden_offset;
+  a.hidden_stride = b->slabs.stride;
+  if (!b->trunk && b->normed_ready) {  // a later draft: from the chain of the one before
+    a.hidden = b->mixed;
+    a.hidden_stride = b->hidden_stride;
+  }
+  a.norm_embedding = b->mtp_norm_embedding;
+  a.norm_hidden = b->mtp_norm_hidden;
+  a.eps = b->spec->norm_eps;
+  a.out = b->mtp_in;
+  a.out_stride = b->mtp_stride;
+  a.split = split_for(b->mtp_fc, b->mtp_split);
+  mtp_join(&b->device, a);
+  const Output output = {b->x, b->hidden_stride};
+  gemm_group(&b->device, b->mtp_fc, b->mtp_in, b->mtp_stride, b->mtp_split, &output, nullptr,
+             b->batch.n);
+  b->normed_ready = false;
+}
+
+void stage_mtp_head(void *context, int) {
+  Backend *b = static_cast<Backend *>(context);
+  if (!wants_tap(b, "mtp_logits", false)) return;
+  for (int first = 0; first < b->batch.n; first += kHeadBatch) {
+    const int n = b->batch.n - first < kHeadBatch ? b->batch.n - first : kHeadBatch;
+    for (int i = 0; i < n; i++) b->job_columns[i] = first + i;
+    upload(b, b->d_job_columns, b->job_columns, n * sizeof(int32_t));
+    gather_columns(&b->device, b->chain, b->hidden_stride, b->spec->hidden, b->d_job_columns,
+                   b->head_in, split_for(b->head, b->head_split), n);
+    head_logits(b, n);
+    tap_append(b, kTapMtpLogits, 0, b->logits, b->vocab_stride, n, 1, b->spec->vocab, 0);
+  }
+}
+
+const StageSpan kInputSpans[] = {{0, 0, stage_embed}};
+const StageSpan kLinearSpans[] = {
+    {0, 0, stage_in_norm},    {1, 1, stage_gdn_project}, {2, 4, stage_gdn_conv},
+    {5, 6, stage_gdn_scan},   {7, 9, stage_gdn_out},     {10, 11, stage_mlp},
+    {12, 13, stage_mlp_down},
+};
+const StageSpan kFullSpans[] = {
+    {0, 0, stage_in_norm},    {1, 1, stage_attn_project}, {2, 3, stage_attn_heads},
+    {4, 5, stage_attn_core},  {6, 8, stage_attn_out},     {9, 10, stage_mlp},
+    {11, 12, stage_mlp_down},
+};
+// The norms at both ends are made with the layer before them.
+const StageSpan kOutputSpans[] = {{0, 0, nothing}, {1, 1, stage_head}};
+const StageSpan kMtpInputSpans[] = {{0, 0, stage_mtp_input}};
+const StageSpan kMtpOutputSpans[] = {{0, 0, nothing}, {1, 1, stage_mtp_head}};
+
+#define KSL_TABLE(spans) {spans, static_cast<int>(sizeof(spans) / sizeof(spans[0]))}
+const StageTable kTables[kListCount] = {KSL_TABLE(kInputSpans),    KSL_TABLE(kLinearSpans),
+                                        KSL_TABLE(kFullSpans),     KSL_TABLE(kOutputSpans),
+                                        KSL_TABLE(kMtpInputSpans), KSL_TABLE(kMtpOutputSpans)};
+#undef KSL_TABLE
+
+// Copies a tap's columns out of the buffer that it is in after its span.
+void copy_tap(Backend *b, Tap tap, int layer) {
+  const ModelSpec *s = b->spec;
+  const int key_width = s->lin_key_heads * s->lin_key_dim;
+  const struct {
+    Tap tap;
+    const float *data;
+    int64_t stride;
+  } places[] = {
+      {kTapEmbed, b->x, b->hidden_stride},
+      {kTapMid, b->x, b->hidden_stride},
+      {kTapOut, b->x, b->hidden_stride},
+      {kTapMtpInput, b->x, b->hidden_stride},
+      {kTapInNorm, b->normed, b->hidden_stride},
+      {kTapPostNorm, b->normed, b->hidden_stride},
+      {kTapMixerOut, b->mixed, b->hidden_stride},
+      {kTapMlpOut, b->mixed, b->hidden_stride},
+      {kTapGdnQkv, b->qkv, b->conv_stride},
+      {kTapGdnConvSilu, b->conv_silu, b->conv_stride},
+      {kTapGdnQ, b->conv, b->conv_stride},
+      {kTapGdnK, b->conv + key_width, b->conv_stride},
+      {kTapGdnV, b->conv + 2 * key_width, b->conv_stride},
+      {kTapGdnZ, b->z, b->value_stride},
+      {kTapGdnCore, b->core, b->value_stride},
+      {kTapGdnNormed, b->gated, b->value_stride},
+      {kTapGdnA, b->gate_a, b->head_stride},
+      {kTapGdnB, b->gate_b, b->head_stride},
+      {kTapGdnG, b->g, b->head_stride},
+      {kTapGdnBeta, b->beta, b->head_stride},
+      {kTapAttnQ, b->q, b->query_stride},
+      {kTapAttnK, b->k, b->kv_stride},
+      {kTapAttnV, b->v, b->kv_stride},
+      {kTapAttnPregate, b->pregate, b->query_stride},
+      {kTapAttnGated, b->attn_gated, b->query_stride},
+      {kTapMlpGate, b->mlp_gate, b->mlp_stride},
+      {kTapMlpUp, b->mlp_up, b->mlp_stride},
+      {kTapMlpAct, b->mlp_act, b->mlp_stride},
+      {kTapFinalNorm, b->final, b->hidden_stride},
+      {kTapMtpHidden, b->chain, b->hidden_stride},
+  };
+  if (tap == kTapAttnGate) {
+    tap_append(b, tap, layer, b->query_gate + s->head_dim, b->query_gate_stride, b->batch.n,
+               s->heads, s->head_dim, 2 * s->head_dim);
+    return;
+  }
+  for (const auto &place : places) {
+    if (place.tap == tap) {
+      tap_append(b, tap, layer, place.data, place.stride, b->batch.n, 1, tap_width(s, tap), 0);
+      return;
+    }
+  }
+}
+
+// All taps of the span that ends with `stage`, except those that its end has overwritten: `out` of
+// a layer and `mid` share x, but not a span.
+void copy_taps(void *context, StageList list, int stage, int layer) {
+  Backend *b = static_cast<Backend *>(context);
+  const StageTable *table = &kTables[list];
+  for (int i = 0; i < table->n; i++) {
+    if (table->spans[i].last != stage) continue;
+    for (int s = table->spans[i].first; s <= stage; s++) {
+      const StageInfo *info = stage_at(list, s);
+      for (int k = 0; k < kStageOutputs && info->out[k] != kTapNone; k++)
+        copy_tap(b, info->out[k], layer);
+    }
+  }
+}
+
+}  // namespace
+
+const StageTable *stage_table(StageList list) {
+  return &kTables[list];
+}
+
+void walk(Backend *b, StageList list, int layer) {
+  program_walk(list, &kTables[list], b, layer, b->taps && b->trunk ? copy_taps : nullptr);
+}
+
+bool wants_tap(const Backend *b, const char *name, bool prefix) {
+  for (int i = 0; i < b->wave->n_taps; i++) {
+    const char *tap = b->wave->taps[i].name;
+    if (prefix ? !strncmp(tap, name, strlen(name)) : !strcmp(tap, name)) return true;
+  }
+  return false;
+}
+
+void tap_append(Backend *b, Tap tap, int layer, const float *data, int64_t stride, int columns,
+                int segments, int width, int64_t segment_stride) {
+  for (int i = 0; i < b->wave->n_taps; i++) {
+    ksl_tap *out = &b->wave->taps[i];
+    int at = 0;
+    if (tap_find(b->spec, out->name, &at) != tap || at != layer) continue;
+    for (int c = 0; c < columns; c++) {
+      for (int s = 0; s < segments; s++) {
+        if (out->written < out->capacity) {
+          const uint64_t room = out->capacity - out->written;
+          const uint64_t n = room < static_cast<uint64_t>(width) ? room : width;
+          keep_error(
+              &b->device,
+              cudaMemcpyAsync(out->data + out->written, data + c * stride + s * segment_stride,
+                              n * sizeof(float), cudaMemcpyDeviceToHost, b->device.stream),
+              "copying a tap");
+        }
+        out->written += width;
+      }
+    }
+  }
+}
+
+void head_logits(Backend *b, int n) {
+  const Output output = {b->logits, b->vocab_stride};
+  gemm_group(&b->device, b->head, b->head_in, b->hidden_stride, b->head_split, &output, nullptr, n);
+}
+
+void norm_columns(Backend *b, const float *gain, float *out, const Split &split, bool residual,
+                  bool zero_first) {
+  NormArgs a = {};
+  a.x = b->x;
+  a.stride = b->hidden_stride;
+  a.width = b->spec->hidden;
+  a.add = residual ? b->partials : nullptr;
+  a.gain = gain;
+  a.eps = b->spec->norm_eps;
+  a.out = out;
+  a.out_stride = b->hidden_stride;
+  a.split = split;
+  a.zero_at = zero_first ? b->batch.position : nullptr;
+  add_norm(&b->device, a, b->batch.n);
+}
+
+void commit_kept(Backend *b) {
+  const ModelSpec *s = b->spec;
+  for (int layer = 0; layer < s->layers; layer++) {
+    const LayerWeights &w = b->layers[layer];
+    if (w.kind != KSL_LAYER_LINEAR) continue;
+    float *kept = kept_layer(b, w.index);
+    ConvArgs c = conv_args(b, w.linear, w.index);
+    c.row_of = b->d_columns + kKeptRow * b->column_capacity;
+    c.qkv = kept;
+    c.qkv_stride = static_cast<int>(b->keep_floats);
+    c.conv_silu = nullptr;
+    c.gates = false;
+    c.history = false;
+    c.keep = true;
+    gdn_conv(&b->device, c, b->n_kept);
+    ScanArgs a = scan_args(b, w.index);
+    a.decay = kept + b->conv_stride;
+    a.beta = kept + b->conv_stride + b->head_stride;
+    a.head_stride = static_cast<int>(b->keep_floats);
+    a.keep = true;
+    gdn_scan(&b->device, a, b->n_rows);
+    const HistoryArgs h = {s->conv_channels,
+                           b->d_rows,
+                           slabs_of(b, w.index),
+                           kept,
+                           static_cast<int>(b->keep_floats),
+                           true};
+    gdn_history(&b->device, h, b->n_rows);
+  }
+}
+
+}  // namespace ksl

@@ -1,0 +1,72 @@
+// Products of activations with weights, y[token][row] = sum_k x[token][k] w[row][k].
+//
+// Two kernels. `packed` streams FP6 and NVFP4 weights in fragment order through tensor cores;
+// `plain` decodes any encoding and multiplies in float32. In both an output element has one order
+// of additions, whatever else is computed beside it.
+#pragma once
+#include "../common/raw.cuh"
+#include "../common/split.cuh"
+
+namespace ksl {
+
+constexpr int kGroupParts = 4;
+constexpr int kMaxSlices = 16;
+constexpr int kQuarters = 4;
+
+struct Output {
+  float *y;
+  int stride;
+};
+
+// Rows of one matrix inside a packed group: tiles [first, first + tiles) of 16 rows.
+struct PackedPart {
+  int matrix;  // which of the stage's outputs
+  int first, tiles, rows;
+};
+
+// Matrices of one encoding that read one input.
+struct Packed {
+  int encoding;
+  int cols, supers, tiles;
+  uint8_t *data;  // [tiles][supers][packed_block_bytes]
+  float *scale;   // [tiles][16], multiplies a row's sum
+  int n_parts;
+  PackedPart parts[kGroupParts];
+  bool pair;   // gate and up: a tile holds 8 rows of each
+  int slices;  // parts of the input whose sums are added in order
+};
+
+// All matrices of a stage.
+struct Group {
+  Packed packed[kGroupParts];
+  int n_packed;
+  Raw plain[kGroupParts];
+  int plain_matrix[kGroupParts];
+  int n_plain;
+};
+
+// What a pair writes beside gate and up.
+struct PairOutput {
+  float *act;
+  int stride;
+  Split split;
+};
+
+constexpr int kBlockE2m3 = 2048 + 1024 + 16;
+constexpr int kBlockNvfp4 = 2048 + 256;
+inline int packed_block_bytes(int encoding) {
+  return encoding == KSL_ENC_E2M3 ? kBlockE2m3 : kBlockNvfp4;
+}
+
+// Runs every matrix of the group. x: float32 input of the plain ones; split: of the packed ones.
+// outputs: by matrix. pair: where the act of a gate and up group goes.
+void gemm_group(Device *device, const Group &group, const float *x, int x_stride,
+                const Split &split, const Output *outputs, const PairOutput *pair, int tokens);
+
+// Puts rows [row0, row0 + rows) of `raw` (which holds just these) into a zeroed packed group. mode
+// 0: rows in order from tile `first`; 1, 2: the lower and upper halves of a pair's tiles. unit: the
+// matrix's largest E8M0 exponent byte, see packed_unit.
+void pack_rows(Device *device, const Raw &raw, int64_t row0, int rows, Packed *to, int first,
+               int mode, int unit);
+
+}  // namespace ksl

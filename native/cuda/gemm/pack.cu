@@ -1,0 +1,100 @@
+// Repacks stored weights into the order in which the matrix kernel reads them.
+//
+// A tile is 16 rows. Of 64 input elements a lane (g = lane / 4, s = lane % 4) holds the 16 from
+// 16 s on of rows g and g + 8: four words, word i for the i-th product of 16. A word has four pairs
+// j = 0..3 of (row g, elements 4i, 4i+1), (row g+8, same), (row g, 4i+2, 4i+3), (row g+8, same),
+// the first of a pair in the low 16 bits. In each 16-bit half the bits of pair j are
+//   NVFP4: magnitude at 9 - 3j, sign at bit 15, 12, 14, 13
+//   FP6:   upper 4 magnitude bits at 8, 4, 0, 12; sign and lowest bit in a second plane, one word
+//          for two products: sign at 15 - t, bit at 7 - t with t = 4 (i mod 2) + j
+// Scales: NVFP4 two bytes a lane and piece (row g, row g + 8); FP6 four halves a block, 2^14 times
+// the scale relative to the matrix's largest, by 128 elements and half of the tile.
+#include "gemm.cuh"
+
+namespace ksl {
+
+namespace {
+
+struct PackArgs {
+  Raw raw;
+  int64_t row0;
+  int rows, supers, first, mode, unit;
+  uint8_t *data;
+  float *scale;
+};
+
+__device__ inline float power_of_two(int e) {
+  return e < -149 ? 0.0f : exp2f(static_cast<float>(e));
+}
+
+__global__ void pack_kernel(PackArgs a) {
+  const int64_t per_row = static_cast<int64_t>(a.supers) * 16;
+  const int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
+  if (i >= a.rows * per_row) return;
+  const int local = static_cast<int>(i / per_row);
+  const int rest = static_cast<int>(i % per_row);
+  const int super = rest / 16, piece = rest / 4 % 4, s = rest % 4;
+  const int64_t row = a.row0 + local;
+  const int tile = a.first + static_cast<int>(a.mode == 0 ? row / 16 : row / 8);
+  const int r =
+      a.mode == 0 ? static_cast<int>(row % 16) : static_cast<int>(row % 8) + (a.mode == 2 ? 8 : 0);
+  const int lane = (r & 7) * 4 + s, upper = r >> 3;
+  const int k0 = super * kSuper + piece * kPiece + s * 16;
+  const bool nvfp4 = a.raw.encoding == KSL_ENC_NVFP4;
+  const int bytes = nvfp4 ? kBlockNvfp4 : kBlockE2m3;
+  uint8_t *block = a.data + (static_cast<int64_t>(tile) * a.supers + super) * bytes;
+  unsigned *words = reinterpret_cast<unsigned *>(block + (piece * 32 + lane) * 16);
+  unsigned *plane = reinterpret_cast<unsigned *>(block + 2048 + lane * 16);
+  for (int w = 0; w < 4; w++) {
+    unsigned main_bits = 0, second = 0;
+    for (int e = 0; e < 4; e++) {
+      const int k = k0 + 4 * w + e;
+      if (k >= a.raw.cols) continue;
+      const unsigned code = raw_code(a.raw, local, k);
+      const int j = (e >> 1) * 2 + upper, high = 16 * (e & 1);
+      if (nvfp4) {
+        const int sign = j == 0 ? 15 : (j == 1 ? 12 : (j == 2 ? 14 : 13));
+        main_bits |= ((code & 7) << (9 - 3 * j) | (code >> 3) << sign) << high;
+      } else {
+        const int at = j == 3 ? 12 : 8 - 4 * j, t = 4 * (w & 1) + j;
+        main_bits |= ((code >> 1 & 15) << at) << high;
+        second |= ((code >> 5) << (15 - t) | (code & 1) << (7 - t)) << high;
+      }
+    }
+    if (main_bits) atomicOr(words + w, main_bits);
+    if (second) {
+      // Pieces 0 and 1 lie in the first 16 bytes of a lane, 2 and 3 in its second.
+      atomicOr(plane + (piece >> 1) * 128 + (piece & 1) * 2 + (w >> 1), second);
+    }
+  }
+  if (nvfp4) {
+    if (k0 < a.raw.cols) {
+      const int64_t at = (static_cast<int64_t>(local) * a.raw.cols + k0) >> 4;
+      block[2048 + lane * 8 + piece * 2 + upper] = static_cast<const uint8_t *>(a.raw.scales)[at];
+    }
+  } else if (s == 0 && (piece & 1) == 0) {
+    const int across = (a.raw.cols + 127) >> 7, at = k0 >> 7;
+    float value = 0;
+    if (at < across) {
+      const int e = static_cast<const uint8_t *>(a.raw.scales)[(local >> 7) * across + at];
+      value = power_of_two(14 + e - a.unit);
+    }
+    reinterpret_cast<__half *>(block + 3072)[(piece >> 1) * 2 + upper] = __float2half_rn(value);
+  }
+  if (rest == 0) {
+    // NVFP4 products carry 2^-7; FP6 ones are in units of the largest scale.
+    a.scale[tile * 16 + r] =
+        nvfp4 ? a.raw.globals[local >> 7] * 128.0f : power_of_two(a.unit - 127);
+  }
+}
+
+}  // namespace
+
+void pack_rows(Device *device, const Raw &raw, int64_t row0, int rows, Packed *to, int first,
+               int mode, int unit) {
+  PackArgs a = {raw, row0, rows, to->supers, first, mode, unit, to->data, to->scale};
+  KSL_LAUNCH(device, "pack", pack_kernel,
+             divide_up(rows * static_cast<int64_t>(to->supers) * 16, 256), 256, a);
+}
+
+}  // namespace ksl

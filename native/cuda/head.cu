@@ -1,0 +1,300 @@
+// Head columns, sampling and acceptance, and the MTP drafts that follow.
+#include <string.h>
+
+#include "embed/embed.cuh"
+#include "head/gather.cuh"
+#include "mtp/input.cuh"
+#include "state.cuh"
+
+namespace ksl {
+
+namespace {
+
+Split head_split(const Backend *b) {
+  Split split = b->head_split;
+  if (b->head.n_packed == 0) split.data = nullptr;
+  return split;
+}
+
+int32_t next_token(const Backend *b, const RowPlan *row, int offset) {
+  return b->wave->tokens[row->row->tokens + offset + 1];
+}
+
+bool grow_entries(Backend *b, int n) {
+  if (n <= b->entries_capacity) return true;
+  synchronize(b, "sampling");
+  cudaFree(b->d_entries);
+  alloc_free(b->entries);
+  b->entries_capacity = 0;
+  b->entries = alloc_many<ksl_logprob>(b->alloc, n);
+  if (!b->entries || !keep_error(&b->device, cudaMalloc(&b->d_entries, n * sizeof(ksl_logprob)),
+                                 "allocating log-probabilities")) {
+    keep_error(&b->device, cudaErrorMemoryAllocation, "allocating log-probabilities");
+    return false;
+  }
+  b->entries_capacity = n;
+  return true;
+}
+
+// Counts one committed id, as common/sample.cc does; true if it ends the sequence.
+bool commit_id(Backend *b, int index, Slot *slot, int32_t id) {
+  if (slot->use_counts) {
+    upload(b, b->d_ids, &id, sizeof id);
+    mark_ids(&b->device, b->slot_arrays, index, b->d_ids, 1, true);
+  }
+  slot->last_token = id;
+  for (int i = 0; i < slot->n_stop; i++)
+    if (slot->stop_ids[i] == id) slot->latched = true;
+  return slot->latched;
+}
+
+// What row `r` makes of the id sampled after its column `offset`.
+void take(Backend *b, RowPlan *row, int offset, int32_t sampled) {
+  Slot *slot = row->slot;
+  ksl_done *done = row->done;
+  const bool verify = row->row->kind == KSL_ROW_VERIFY;
+  if (verify) {
+    row->committed = offset + 1;
+    done->accepted = offset;
+  }
+  const int32_t id = slot->forced_at < slot->forced_n ? slot->forced[slot->forced_at++] : sampled;
+  if (id < 0) {
+    slot->latched = true;
+    done->flags |= KSL_DONE_BAD_LOGITS;
+    row->ended = true;
+    return;
+  }
+  done->tokens[done->n_tokens++] = id;
+  if (commit_id(b, row->row->slot, slot, id)) {
+    done->flags |= KSL_DONE_STOP;
+    row->ended = true;
+  } else if (!verify || offset + 1 == row->n ||
+             b->columns[kToken * b->column_capacity + row->column + offset + 1] != id) {
+    row->ended = true;
+  }
+}
+
+}  // namespace
+
+void list_jobs(Backend *b) {
+  int n = 0, n_logprobs = 0, entries = 0;
+  for (int r = 0; r < b->n_rows; r++) {
+    const RowPlan *row = &b->rows[r];
+    const ksl_row *asked = row->row;
+    if (!row->n || asked->kind == KSL_ROW_PREFILL) continue;
+    const bool scores = asked->kind == KSL_ROW_SCORE;
+    if (scores && !asked->logprobs) continue;
+    for (int j = asked->kind == KSL_ROW_LAST ? row->n - 1 : 0; j < row->n; j++) {
+      SampleJob *job = &b->sample_jobs[n];
+      *job = SampleJob{};
+      job->slot = asked->slot;
+      job->position = static_cast<int64_t>(asked->start) + j + 1;
+      if (asked->kind == KSL_ROW_VERIFY) {
+        job->n_drafts = j;
+        memcpy(job->drafts, b->columns + kToken * b->column_capacity + row->column + 1,
+               j * sizeof(int32_t));
+      }
+      if (asked->logprobs) {
+        // A forced id replaces the sampled one.
+        const Slot *slot = row->slot;
+        const int first = asked->kind == KSL_ROW_LAST ? row->n - 1 : 0;
+        const int forced_at = slot->forced_at + j - first;
+        const bool forced = !scores && forced_at < slot->forced_n;
+        LogprobJob *logprob = &b->logprob_jobs[n_logprobs++];
+        logprob->row = n % kHeadBatch;
+        logprob->sampled = scores || forced ? -1 : n;
+        logprob->id = scores ? next_token(b, row, j) : (forced ? slot->forced[forced_at] : -1);
+        logprob->top_n = asked->top_n;
+        logprob->out = entries;
+        entries += 1 + asked->top_n;
+      }
+      b->job_columns[n] = row->column + j;
+      b->jobs[n++] = {r, j};
+    }
+  }
+  b->n_jobs = n;
+  b->n_logprob_jobs = n_logprobs;
+  b->logprob_entries = entries;
+}
+
+void plan_head(Backend *b) {
+  list_jobs(b);
+  if (b->n_jobs == 0 || !grow_entries(b, b->logprob_entries)) return;
+  upload(b, b->d_head_columns, b->job_columns, b->n_jobs * sizeof(int32_t));
+  upload(b, b->d_sample_jobs, b->sample_jobs, b->n_jobs * sizeof(SampleJob));
+  upload(b, b->d_logprob_jobs, b->logprob_jobs, b->n_logprob_jobs * sizeof(LogprobJob));
+}
+
+void run_head(Backend *b) {
+  const ModelSpec *s = b->spec;
+  if (b->taps && wants_tap(b, "logits", false)) {
+    for (int first = 0; first < b->batch.n; first += kHeadBatch) {
+      const int n = b->batch.n - first < kHeadBatch ? b->batch.n - first : kHeadBatch;
+      int32_t columns[kHeadBatch];
+      for (int i = 0; i < n; i++) columns[i] = first + i;
+      upload(b, b->d_job_columns, columns, n * sizeof(int32_t));
+      gather_columns(&b->device, b->final, b->hidden_stride, s->hidden, b->d_job_columns,
+                     b->head_in, head_split(b), n);
+      head_logits(b, n);
+      tap_append(b, kTapLogits, 0, b->logits, b->vocab_stride, n, 1, s->vocab, 0);
+    }
+  }
+  int logprob = 0;
+  for (int first = 0; first < b->n_jobs; first += kHeadBatch) {
+    const int n = b->n_jobs - first < kHeadBatch ? b->n_jobs - first : kHeadBatch;
+    gather_columns(&b->device, b->final, b->hidden_stride, s->hidden, b->d_head_columns + first,
+                   b->head_in, head_split(b), n);
+    head_logits(b, n);
+    // Jobs of SCORE rows are sampled too where they lie among others; nobody reads those.
+    bool any = false;
+    int with_logprobs = 0;
+    for (int i = first; i < first + n; i++) {
+      const ksl_row *row = b->rows[b->jobs[i].row].row;
+      any |= row->kind != KSL_ROW_SCORE;
+      with_logprobs += row->logprobs != nullptr;
+    }
+    if (any)
+      sample_columns(&b->device, b->slot_arrays, b->d_sample_jobs + first, n, b->logits,
+                     b->adjusted, b->vocab_stride, b->d_ids + first);
+    if (with_logprobs)
+      logprobs(&b->device, b->d_logprob_jobs + logprob, with_logprobs, b->logits, b->vocab_stride,
+               s->vocab, b->d_ids, b->d_entries);
+    logprob += with_logprobs;
+  }
+}
+
+// Waits for the samples and applies them.
+void finish_head(Backend *b) {
+  if (b->n_jobs == 0) return;
+  const auto fetch = [b](void *to, const void *from, size_t bytes) {
+    if (bytes)
+      keep_error(&b->device,
+                 cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, b->device.stream),
+                 "copying samples");
+  };
+  fetch(b->ids, b->d_ids, b->n_jobs * sizeof(int32_t));
+  fetch(b->entries, b->d_entries, b->logprob_entries * sizeof(ksl_logprob));
+  if (!synchronize(b, "running a wave")) return;
+  int logprob = 0;
+  for (int i = 0; i < b->n_jobs; i++) {
+    RowPlan *row = &b->rows[b->jobs[i].row];
+    const ksl_row *asked = row->row;
+    const ksl_logprob *entries = nullptr;
+    if (asked->logprobs) entries = b->entries + b->logprob_jobs[logprob++].out;
+    if (row->ended) continue;
+    const bool scores = asked->kind == KSL_ROW_SCORE;
+    const int offset = b->jobs[i].offset;
+    const int at = asked->kind == KSL_ROW_LAST ? 0 : offset;
+    if (!scores) {
+      take(b, row, offset, b->ids[i]);
+      if (row->done->flags & KSL_DONE_BAD_LOGITS) continue;
+    }
+    if (entries)
+      memcpy(asked->logprobs + static_cast<size_t>(at) * (1 + asked->top_n), entries,
+             (1 + asked->top_n) * sizeof(ksl_logprob));
+  }
+}
+
+void mtp_follow(Backend *b) {
+  const int layer = b->spec->layers;
+  walk(b, kListMtpInput, 0);
+  if (b->taps && wants_tap(b, "mtp", true)) {
+    walk(b, kListFull, layer);
+    walk(b, kListMtpOutput, 0);
+    return;
+  }
+  b->kv_only = true;
+  const StageTable *table = stage_table(kListFull);
+  for (int i = 0; i < 3; i++) table->spans[i].run(b, layer);  // in_norm, project, heads and store
+  b->kv_only = false;
+}
+
+void mtp_propose(Backend *b) {
+  const ModelSpec *s = b->spec;
+  HeadJob *jobs = b->jobs;
+  int n = 0;
+  for (int r = 0; r < b->n_rows; r++) {
+    RowPlan *row = &b->rows[r];
+    if (!row->n || row->row->propose <= 0 || row->done->n_tokens == 0 || row->slot->latched ||
+        row->slot->has_mask)
+      continue;
+    row->ended = false;
+    jobs[n++] = {r, 0};
+  }
+  if (!n) return;
+  const Columns trunk = b->batch;
+  const int capacity = b->column_capacity;
+  int32_t *token = b->columns + kToken * capacity, *position = b->columns + kPosition * capacity;
+  int32_t *slot_of = b->columns + kSlotOf * capacity, *source = b->columns + kSource * capacity;
+  b->trunk = false;
+  for (int step = 0;; step++) {
+    const int before = n;
+    int kept = 0;
+    b->most_position = 0;
+    for (int i = 0; i < n; i++) {
+      const RowPlan *row = &b->rows[jobs[i].row];
+      const Slot *slot = row->slot;
+      if (row->ended || step >= row->row->propose) continue;
+      token[kept] = step ? slot->drafts[step - 1] : slot->last_token;
+      position[kept] = row->row->start + row->committed + step;
+      if (position[kept] > b->most_position) b->most_position = position[kept];
+      slot_of[kept] = row->row->slot;
+      source[kept] = step ? i : row->row->slab;
+      SampleJob *job = &b->sample_jobs[kept];
+      *job = SampleJob{};
+      job->slot = row->row->slot;
+      job->position = static_cast<int64_t>(position[kept]) + 1;
+      job->n_drafts = slot->n_drafts;
+      memcpy(job->drafts, slot->drafts, slot->n_drafts * sizeof(int32_t));
+      b->job_columns[kept] = kept;
+      jobs[kept] = {jobs[i].row, step};
+      kept++;
+    }
+    n = kept;
+    if (n == 0) break;
+    b->batch.n = n;
+    upload_columns(b, n);
+    upload(b, b->d_job_columns, b->job_columns, n * sizeof(int32_t));
+    upload(b, b->d_sample_jobs, b->sample_jobs, n * sizeof(SampleJob));
+    if (step > 0) {
+      // The join reads the chain of the step before while the layer writes the next one.
+      keep_error(&b->device,
+                 cudaMemcpyAsync(b->mixed, b->chain, sizeof(float) * b->hidden_stride * before,
+                                 cudaMemcpyDeviceToDevice, b->device.stream),
+                 "copying drafts");
+    }
+    rotary(&b->device, b->batch, b->frequency, s->rotary_dims / 2, b->cos, b->sin);
+    b->normed_ready = step > 0;
+    walk(b, kListMtpInput, 0);
+    walk(b, kListFull, s->layers);
+    for (int first = 0; first < n; first += kHeadBatch) {
+      const int part = n - first < kHeadBatch ? n - first : kHeadBatch;
+      gather_columns(&b->device, b->chain, b->hidden_stride, s->hidden, b->d_job_columns + first,
+                     b->head_in, head_split(b), part);
+      head_logits(b, part);
+      sample_columns(&b->device, b->slot_arrays, b->d_sample_jobs + first, part, b->logits,
+                     b->adjusted, b->vocab_stride, b->d_ids + first);
+    }
+    keep_error(&b->device,
+               cudaMemcpyAsync(b->ids, b->d_ids, n * sizeof(int32_t), cudaMemcpyDeviceToHost,
+                               b->device.stream),
+               "copying drafts");
+    if (!synchronize(b, "drafting")) break;
+    for (int i = 0; i < n; i++) {
+      RowPlan *row = &b->rows[jobs[i].row];
+      Slot *slot = row->slot;
+      const int32_t id = b->ids[i];
+      if (id < 0) {
+        row->ended = true;
+        continue;
+      }
+      slot->drafts[slot->n_drafts++] = id;
+      for (int k = 0; k < slot->n_stop; k++)
+        if (slot->stop_ids[k] == id) row->ended = true;  // nothing after it can be accepted
+    }
+  }
+  b->trunk = true;
+  b->batch = trunk;
+}
+
+}  // namespace ksl

@@ -1,0 +1,25 @@
+#pragma once
+#include "../attn/attn.cuh"
+
+namespace ksl {
+
+// Sources of the hidden state before a column: the column before it in `final`, zeros, or one of
+// the buffers below.
+enum : int32_t { kSourceColumn = -1, kSourceZero = -2 };
+
+struct JoinArgs {
+  Columns columns;  // source: a slab or draft index, kSourceColumn or kSourceZero
+  const float *embedding, *final;
+  int stride, width;
+  const float *hidden;  // [source] hidden_stride
+  int64_t hidden_stride;
+  const float *norm_embedding, *norm_hidden;
+  float eps;
+  float *out;  // [n][2 width]
+  int out_stride;
+  Split split;
+};
+// out = [rms(embedding) | rms(hidden before)].
+void mtp_join(Device *device, const JoinArgs &a);
+
+}  // namespace ksl

@@ -1,0 +1,77 @@
+// Residual add and RMS norm.
+#include "norm.cuh"
+
+namespace ksl {
+
+namespace {
+
+// Elements that a thread takes at once, and how often.
+constexpr int kRun = 8, kPasses = 2;
+
+__device__ inline void load8(const float *p, float (&v)[kRun]) {
+  const float4 a = *reinterpret_cast<const float4 *>(p);
+  const float4 b = *reinterpret_cast<const float4 *>(p + 4);
+  v[0] = a.x;
+  v[1] = a.y;
+  v[2] = a.z;
+  v[3] = a.w;
+  v[4] = b.x;
+  v[5] = b.y;
+  v[6] = b.z;
+  v[7] = b.w;
+}
+__device__ inline void store8(float *p, const float (&v)[kRun]) {
+  *reinterpret_cast<float4 *>(p) = make_float4(v[0], v[1], v[2], v[3]);
+  *reinterpret_cast<float4 *>(p + 4) = make_float4(v[4], v[5], v[6], v[7]);
+}
+
+// Rows are padded to 16 elements, so whole runs may be read; what lies behind the width stays zero.
+__global__ void norm_kernel(const __grid_constant__ NormArgs a) {
+  begin_chained();
+  __shared__ float scratch[32];
+  const int column = blockIdx.x;
+  const int64_t at = static_cast<int64_t>(column) * a.stride;
+  float x[kPasses][kRun];
+  float square = 0;
+#pragma unroll
+  for (int pass = 0; pass < kPasses; pass++) {
+    const int i = (pass * blockDim.x + threadIdx.x) * kRun;
+    if (i >= a.width) continue;
+    load8(a.x + at + i, x[pass]);
+    if (a.add != nullptr) {
+      float y[kRun];
+      load8(a.add + at + i, y);
+      if (a.added != nullptr) store8(a.added + at + i, y);
+#pragma unroll
+      for (int k = 0; k < kRun; k++) x[pass][k] += y[k];
+      store8(a.x + at + i, x[pass]);
+    }
+#pragma unroll
+    for (int k = 0; k < kRun; k++)
+      if (i + k < a.width) square = fmaf(x[pass][k], x[pass][k], square);
+  }
+  if (a.gain == nullptr) return;
+  const float r = 1.0f / sqrtf(block_sum(square, scratch) / static_cast<float>(a.width) + a.eps);
+  const bool zero = a.zero_at != nullptr && a.zero_at[column] == 0;
+#pragma unroll
+  for (int pass = 0; pass < kPasses; pass++) {
+    const int i = (pass * blockDim.x + threadIdx.x) * kRun;
+    if (i >= a.width) continue;
+    float gain[kRun], v[kRun];
+    load8(a.gain + i, gain);
+#pragma unroll
+    for (int k = 0; k < kRun; k++)
+      v[k] = zero || i + k >= a.width ? 0.0f : x[pass][k] * r * gain[k];
+    if (a.out != nullptr) store8(a.out + static_cast<int64_t>(column) * a.out_stride + i, v);
+    if (a.split.data != nullptr) split_store8(a.split, column, i, v);
+  }
+}
+
+}  // namespace
+
+void add_norm(Device *device, const NormArgs &a, int columns) {
+  const int threads = divide_up(a.width, kRun) > 1024 ? 1024 : padded32(divide_up(a.width, kRun));
+  KSL_CHAIN(device, "norm", norm_kernel, columns, threads, a);
+}
+
+}  // namespace ksl

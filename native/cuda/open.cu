@@ -1,0 +1,399 @@
+// Opening the CUDA backend: the device, pools, activations, facts; and freeing all of it.
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "../common/error.h"
+#include "norm/norm.cuh"
+#include "state.cuh"
+
+#ifndef KSL_CUDA_DIGEST
+#error "the build passes KSL_CUDA_DIGEST"
+#endif
+
+namespace ksl {
+
+void *own_device(Backend *b, size_t bytes) {
+  b->alloc->count++;
+  if (b->alloc->count == b->alloc->fail_at || b->n_owned == b->owned_capacity) return nullptr;
+  void *memory = nullptr;
+  const size_t size = bytes ? (bytes + 255) / 256 * 256 : 256;
+  if (cudaMalloc(&memory, size) != cudaSuccess) {
+    cudaGetLastError();  // not a fault of the device
+    return nullptr;
+  }
+  b->owned[b->n_owned++] = memory;
+  b->device_bytes += size;
+  keep_error(&b->device, cudaMemsetAsync(memory, 0, size, b->device.stream), "clearing memory");
+  return memory;
+}
+
+namespace {
+
+int padded(int64_t floats) {
+  return static_cast<int>((floats + 15) / 16 * 16);
+}
+
+int no_memory(Backend *b, ksl_error *error, const char *what) {
+  size_t free_bytes = 0, total = 0;
+  cudaMemGetInfo(&free_bytes, &total);
+  return fail(error, KSL_NOMEM,
+              "There is not enough device memory for %s: %.1f GiB of %.1f GiB are free with %.1f "
+              "GiB taken.",
+              what, free_bytes / 1073741824.0, total / 1073741824.0,
+              b->device_bytes / 1073741824.0);
+}
+
+int open_device(Backend *b, ksl_error *error) {
+  int count = 0;
+  cudaError_t code = cudaGetDeviceCount(&count);
+  if (code == cudaSuccess && count == 0) code = cudaErrorNoDevice;
+  if (code == cudaSuccess) code = cudaSetDevice(0);
+  cudaDeviceProp properties = {};
+  if (code == cudaSuccess) code = cudaGetDeviceProperties(&properties, 0);
+  if (code == cudaSuccess)
+    code = cudaStreamCreateWithFlags(&b->device.stream, cudaStreamNonBlocking);
+  if (code != cudaSuccess) {
+    cudaGetLastError();
+    return fail(error, KSL_INVALID, "The CUDA device cannot be used: %s.",
+                cudaGetErrorString(code));
+  }
+  snprintf(b->name, sizeof b->name, "sm_%d%d", properties.major, properties.minor);
+  return KSL_OK;
+}
+
+int check_shape(const ModelSpec *s, ksl_error *error) {
+  if (s->hidden > kMaxHidden)
+    return fail(error, KSL_INVALID, "The CUDA backend takes a hidden size of at most %d, not %d.",
+                kMaxHidden, s->hidden);
+  if (s->kv_layers && (s->head_dim > kMaxHeadDim || s->heads / s->kv_heads > kMaxGroup))
+    return fail(error, KSL_INVALID,
+                "The CUDA backend takes attention heads of at most %d dims and %d query heads per "
+                "KV head, not %d and %d.",
+                kMaxHeadDim, kMaxGroup, s->head_dim, s->heads / s->kv_heads);
+  if (s->linear_layers && (s->lin_key_dim > kMaxKeyDim || s->lin_value_dim > kMaxValueDim))
+    return fail(error, KSL_INVALID,
+                "The CUDA backend takes linear heads of at most %d key and %d value dims, not %d "
+                "and %d.",
+                kMaxKeyDim, kMaxValueDim, s->lin_key_dim, s->lin_value_dim);
+  return KSL_OK;
+}
+
+int make_pools(Backend *b, ksl_error *error) {
+  const ModelSpec *spec = b->spec;
+  const ksl_config *config = b->config;
+  const uint64_t before = b->device_bytes;
+  Budget budget;
+  const int code = budget_init(&budget, spec, config, error);
+  if (code) return code;
+  if (spec->linear_layers) {
+    b->state_layer = budget.delta_floats / spec->linear_layers;
+    b->conv_layer = budget.conv_floats / spec->linear_layers;
+  }
+  b->conv_offset = budget.delta_floats;
+  b->hidden_offset = budget.delta_floats + budget.conv_floats;
+  b->image_floats = b->hidden_offset + budget.hidden_floats;
+  b->slabs.stride = (b->image_floats + 63) / 64 * 64;
+  b->slabs.data = own_many<float>(b, b->slabs.stride * config->slabs);
+
+  const KvRow row = kv_row(config->kv_format, spec->head_dim);
+  KvLayer *kv = &b->kv;
+  const int rows = config->block_tokens * spec->kv_heads;
+  kv->k_bytes = row.k;
+  kv->k_scale_bytes = row.k_scale;
+  kv->v_bytes = row.v;
+  kv->v_scale_bytes = row.v_scale;
+  kv->k_offset = 0;
+  kv->k_scale_offset = rows * row.k;
+  kv->v_offset = kv->k_scale_offset + rows * row.k_scale;
+  kv->v_scale_offset = kv->v_offset + rows * row.v;
+  b->kv_layer_bytes = kv->v_scale_offset + static_cast<int64_t>(rows) * row.v_scale;
+  b->block_bytes = budget.block_bytes;
+  b->blocks = static_cast<uint8_t *>(own_device(b, b->block_bytes * config->blocks));
+  const size_t entries = static_cast<size_t>(config->slots) * config->max_blocks_per_slot;
+  b->tables = own_many<int32_t>(b, entries);
+  kv->blocks = b->blocks;
+  kv->tables = b->tables;
+  kv->block_bytes = b->block_bytes;
+  kv->table_blocks = config->max_blocks_per_slot;
+  kv->block_tokens = config->block_tokens;
+  kv->kv_heads = spec->kv_heads;
+  kv->head_dim = spec->head_dim;
+
+  SlotArrays *slots = &b->slot_arrays;
+  const size_t n = config->slots;
+  slots->vocab = spec->vocab;
+  slots->words = (spec->vocab + 31) / 32;
+  slots->token_limit = spec->token_limit;
+  slots->params = own_many<SlotParams>(b, n);
+  slots->counts = own_many<int32_t>(b, n * spec->vocab);
+  slots->seen = own_many<uint32_t>(b, n * slots->words);
+  slots->mask = own_many<uint32_t>(b, n * slots->words);
+  slots->bias_ids = own_many<int32_t>(b, n * KSL_MAX_BIAS);
+  slots->bias = own_many<float>(b, n * KSL_MAX_BIAS);
+  b->slots = alloc_many<Slot>(b->alloc, n);
+  if (!b->slabs.data || !b->blocks || !b->tables || !slots->params || !slots->counts ||
+      !slots->seen || !slots->mask || !slots->bias_ids || !slots->bias || !b->slots)
+    return no_memory(b, error, "the slabs and KV blocks");
+  for (size_t i = 0; i < n; i++) {
+    Slot *slot = &b->slots[i];
+    *slot = Slot{};
+    slot->last_token = -1;
+    slot->forced_capacity = budget.forced_capacity;
+    slot->forced = alloc_many<int32_t>(b->alloc, budget.forced_capacity);
+    if (!slot->forced) return no_memory(b, error, "the slots");
+  }
+  b->pool_bytes = b->device_bytes - before;
+  return KSL_OK;
+}
+
+Split make_split(Backend *b, int columns, int width, float scale) {
+  Split split = {nullptr, divide_up(width, kSuper) * (kSuper / kPiece), scale};
+  const size_t groups = divide_up(columns, kTileTokens);
+  split.data = own_many<__half>(b, groups * split.pieces * 512);
+  return split;
+}
+
+int make_scratch(Backend *b, ksl_error *error) {
+  const ModelSpec *s = b->spec;
+  const ksl_config *config = b->config;
+  const int64_t columns = config->wave_columns, slots = config->slots;
+  const int64_t most = columns > slots ? columns : slots;
+  const uint64_t before = b->device_bytes;
+  b->column_capacity = static_cast<int>(most);
+  b->hidden_stride = padded(s->hidden);
+  b->mtp_stride = padded(2 * static_cast<int64_t>(s->hidden));
+  b->conv_stride = padded(s->conv_channels);
+  b->value_stride = padded(s->v_width);
+  b->head_stride = s->linear_layers ? padded(s->lin_value_heads) : 0;
+  b->query_stride = padded(s->q_width);
+  b->query_gate_stride = padded(2 * static_cast<int64_t>(s->q_width));
+  b->kv_stride = padded(s->kv_width);
+  b->mlp_stride = padded(s->intermediate);
+  b->vocab_stride = padded(s->vocab);
+  float **const hidden[] = {&b->x, &b->normed, &b->mixed, &b->final, &b->chain};
+  for (float **buffer : hidden) *buffer = own_many<float>(b, most * b->hidden_stride);
+  b->partials = own_many<float>(b, most * b->hidden_stride);
+  b->qkv = own_many<float>(b, most * b->conv_stride);
+  b->conv = own_many<float>(b, most * b->conv_stride);
+  b->conv_silu = own_many<float>(b, most * b->conv_stride);
+  b->z = own_many<float>(b, most * b->value_stride);
+  b->core = own_many<float>(b, most * b->value_stride);
+  b->gated = own_many<float>(b, most * b->value_stride);
+  float **const heads[] = {&b->gate_a, &b->gate_b, &b->g, &b->decay, &b->beta};
+  for (float **buffer : heads) *buffer = own_many<float>(b, most * b->head_stride);
+  b->query_gate = own_many<float>(b, most * b->query_gate_stride);
+  b->k = own_many<float>(b, most * b->kv_stride);
+  b->v = own_many<float>(b, most * b->kv_stride);
+  b->q = own_many<float>(b, most * b->query_stride);
+  b->stored_q = config->kv_format == KSL_KV_Q4 ? own_many<float>(b, most * b->query_stride) : b->q;
+  b->pregate = own_many<float>(b, most * b->query_stride);
+  b->attn_gated = own_many<float>(b, most * b->query_stride);
+  b->mlp_gate = own_many<float>(b, most * b->mlp_stride);
+  b->mlp_up = own_many<float>(b, most * b->mlp_stride);
+  b->mlp_act = own_many<float>(b, most * b->mlp_stride);
+  b->mtp_in = own_many<float>(b, s->mtp_layers ? most * b->mtp_stride : 1);
+  b->head_in = own_many<float>(b, static_cast<size_t>(kHeadBatch) * b->hidden_stride);
+  b->logits = own_many<float>(b, static_cast<size_t>(kHeadBatch) * b->vocab_stride);
+  b->adjusted = own_many<float>(b, static_cast<size_t>(kHeadBatch) * b->vocab_stride);
+  const int half = s->kv_layers ? s->rotary_dims / 2 : 0;
+  b->cos = own_many<float>(b, most * half);
+  b->sin = own_many<float>(b, most * half);
+  b->hidden_split = make_split(b, most, s->hidden, 1.0f);
+  b->value_split = make_split(b, most, s->v_width > 0 ? s->v_width : 1, 1.0f);
+  b->query_split = make_split(b, most, s->q_width > 0 ? s->q_width : 1, 1.0f);
+  // Products of gates and values reach further than what was normed.
+  b->mlp_split = make_split(b, most, s->intermediate, 0x1p-4f);
+  b->mtp_split = make_split(b, s->mtp_layers ? most : 1, 2 * s->hidden, 1.0f);
+  b->head_split = make_split(b, kHeadBatch, s->hidden, 1.0f);
+
+  // One unit for every column, and room for small waves to be divided.
+  const int64_t unit = s->kv_layers ? static_cast<int64_t>(s->heads) * (s->head_dim + 2) : 1;
+  int64_t units = 16384 > most ? 16384 : most;
+  const int64_t longest = divide_up(
+      static_cast<int64_t>(config->max_blocks_per_slot) * config->block_tokens, kChunkKeys);
+  if (units > longest * most) units = longest * most;
+  b->attn_partial_floats = unit * units;
+  b->attn_partial = own_many<float>(b, b->attn_partial_floats);
+
+  const int64_t most_kept = slots * (1 + KSL_MAX_DRAFT);
+  b->keep_columns = static_cast<int>(most_kept < columns ? most_kept : columns);
+  b->keep_floats = b->conv_stride + 2 * b->head_stride;
+  b->keep = own_many<float>(b, b->keep_floats * b->keep_columns * s->linear_layers);
+
+  const size_t jobs = most + slots;
+  b->d_rows = own_many<RowInfo>(b, slots);
+  b->d_columns = own_many<int32_t>(b, kColumnArrays * most);
+  b->d_job_columns = own_many<int32_t>(b, jobs);
+  b->d_head_columns = own_many<int32_t>(b, jobs);
+  b->d_sample_jobs = own_many<SampleJob>(b, jobs);
+  b->d_logprob_jobs = own_many<LogprobJob>(b, jobs);
+  b->d_ids = own_many<int32_t>(b, jobs);
+  b->rows = alloc_many<RowPlan>(b->alloc, slots);
+  b->row_info = alloc_many<RowInfo>(b->alloc, slots);
+  b->columns = alloc_many<int32_t>(b->alloc, kColumnArrays * most);
+  b->jobs = alloc_many<HeadJob>(b->alloc, jobs);
+  b->job_columns = alloc_many<int32_t>(b->alloc, jobs);
+  b->sample_jobs = alloc_many<SampleJob>(b->alloc, jobs);
+  b->logprob_jobs = alloc_many<LogprobJob>(b->alloc, jobs);
+  b->ids = alloc_many<int32_t>(b->alloc, jobs);
+  const void *const made[] = {b->x,
+                              b->normed,
+                              b->mixed,
+                              b->final,
+                              b->chain,
+                              b->partials,
+                              b->qkv,
+                              b->conv,
+                              b->conv_silu,
+                              b->z,
+                              b->core,
+                              b->gated,
+                              b->gate_a,
+                              b->gate_b,
+                              b->g,
+                              b->decay,
+                              b->beta,
+                              b->query_gate,
+                              b->k,
+                              b->v,
+                              b->q,
+                              b->stored_q,
+                              b->pregate,
+                              b->attn_gated,
+                              b->mlp_gate,
+                              b->mlp_up,
+                              b->mlp_act,
+                              b->mtp_in,
+                              b->head_in,
+                              b->logits,
+                              b->adjusted,
+                              b->cos,
+                              b->sin,
+                              b->hidden_split.data,
+                              b->value_split.data,
+                              b->query_split.data,
+                              b->mlp_split.data,
+                              b->mtp_split.data,
+                              b->head_split.data,
+                              b->attn_partial,
+                              b->keep,
+                              b->d_rows,
+                              b->d_columns,
+                              b->d_job_columns,
+                              b->d_head_columns,
+                              b->d_sample_jobs,
+                              b->d_logprob_jobs,
+                              b->d_ids,
+                              b->rows,
+                              b->row_info,
+                              b->columns,
+                              b->jobs,
+                              b->job_columns,
+                              b->sample_jobs,
+                              b->logprob_jobs,
+                              b->ids};
+  for (const void *memory : made)
+    if (memory == nullptr) return no_memory(b, error, "the activations");
+  b->scratch_bytes = b->device_bytes - before;
+  return KSL_OK;
+}
+
+int fill_backend(Backend *b, const TensorTable *tensors, ksl_error *error) {
+  const ModelSpec *spec = b->spec;
+  for (int list = 0; list < kListCount; list++) {
+    const StageList stages = static_cast<StageList>(list);
+    const int code = program_check(stages, stage_table(stages), error);
+    if (code) return code;
+  }
+  int code = check_shape(spec, error);
+  if (!code) code = open_device(b, error);
+  if (code) return code;
+  b->owned_capacity = 64 * (spec->layers + spec->mtp_layers) + 256;
+  b->owned = alloc_many<void *>(b->alloc, b->owned_capacity);
+  if (!b->owned) return no_memory(b, error, "the engine");
+  const int half = spec->kv_layers ? spec->rotary_dims / 2 : 0;
+  double *frequency = alloc_many<double>(b->alloc, half);
+  b->frequency = own_many<double>(b, half);
+  if (!frequency || !b->frequency) {
+    alloc_free(frequency);
+    return no_memory(b, error, "the engine");
+  }
+  for (int j = 0; j < half; j++) frequency[j] = pow(spec->rope_theta, -2.0 * j / spec->rotary_dims);
+  keep_error(&b->device,
+             cudaMemcpy(b->frequency, frequency, half * sizeof(double), cudaMemcpyHostToDevice),
+             "copying frequencies");
+  alloc_free(frequency);
+  code = load_weights(b, tensors, error);
+  if (!code) code = make_pools(b, error);
+  if (!code) code = make_scratch(b, error);
+  if (code) return code;
+  keep_error(&b->device, cudaStreamSynchronize(b->device.stream), "opening");
+  if (b->device.error != cudaSuccess)
+    return fail(error, KSL_NOMEM, "The CUDA backend failed while %s: %s.", b->device.what,
+                cudaGetErrorString(b->device.error));
+  return KSL_OK;
+}
+
+}  // namespace
+
+void cuda_close(Backend *b) {
+  if (!b) return;
+  if (b->device.stream) {
+    cudaStreamSynchronize(b->device.stream);
+    for (int i = 0; i < b->n_graphs; i++)
+      if (b->graphs[i].run) cudaGraphExecDestroy(b->graphs[i].run);
+    for (int i = b->n_owned; i-- > 0;) cudaFree(b->owned[i]);
+    cudaFree(b->d_entries);
+    cudaFree(b->d_marks);
+    cudaStreamDestroy(b->device.stream);
+  }
+  for (int i = 0; b->slots && i < b->config->slots; i++) alloc_free(b->slots[i].forced);
+  void *const host[] = {b->slots, b->rows,        b->row_info,    b->columns,
+                        b->jobs,  b->job_columns, b->sample_jobs, b->logprob_jobs,
+                        b->ids,   b->entries,     b->layers,      b->owned,
+                        b};
+  for (void *memory : host) alloc_free(memory);
+}
+
+int cuda_open(const ModelSpec *spec, const ksl_config *config, const TensorTable *tensors,
+              Alloc *alloc, Backend **out, ksl_error *error) {
+  Backend *b = alloc_many<Backend>(alloc, 1);
+  if (!b) return fail(error, KSL_NOMEM, "There is not enough memory for the engine.");
+  b->spec = spec;
+  b->config = config;
+  b->alloc = alloc;
+  const int code = fill_backend(b, tensors, error);
+  if (code) {
+    cuda_close(b);
+    return code;
+  }
+  *out = b;
+  return KSL_OK;
+}
+
+void cuda_info(Backend *b, ksl_info *info) {
+  static const char *const kEncodings[] = {"f32", "bf16", "fp8", "e2m3", "nvfp4"};
+  info->threads = 1;
+  info->weight_bytes = b->weight_bytes;
+  info->token_bytes = b->token_bytes;
+  info->pool_bytes = b->pool_bytes;
+  info->scratch_bytes = b->scratch_bytes;
+  snprintf(info->isa, sizeof info->isa, "%s", b->name);
+  // Two halves carry 22 bits of every activation of a packed product, all else is float32.
+  const bool packed = b->encodings & (1u << KSL_ENC_E2M3 | 1u << KSL_ENC_NVFP4);
+  snprintf(info->activation, sizeof info->activation, packed ? "f16x2" : "float");
+  snprintf(info->equality, sizeof info->equality, "bit");
+  int at = snprintf(info->numerics, sizeof info->numerics,
+                    "cuda %.16s %.12s %s kv=%s %s weights=", ksl_source_digest(), KSL_CUDA_DIGEST,
+                    b->name, kv_format_name(b->config->kv_format), info->activation);
+  const char *separator = "";
+  for (int e = 0; e < 5; e++) {
+    if (!(b->encodings >> e & 1) || at >= static_cast<int>(sizeof info->numerics)) continue;
+    at +=
+        snprintf(info->numerics + at, sizeof info->numerics - at, "%s%s", separator, kEncodings[e]);
+    separator = "+";
+  }
+}
+
+}  // namespace ksl

@@ -1,0 +1,333 @@
+// Penalties, bias, mask, filters and the choice.
+//
+// Filters are selections on the order "higher logit, then lower id", made by radix passes over the
+// bits of the logit: top_k by counts, top_p by mass in fixed point, whose sums do not depend on the
+// order of additions.
+#include "../../common/noise.h"
+#include "sample.cuh"
+
+namespace ksl {
+
+namespace {
+
+constexpr int kThreads = 1024;
+constexpr float kNone = -INFINITY;
+
+// Bits whose unsigned order is that of the float; zeros of both signs are equal.
+__device__ inline unsigned order_of(float v) {
+  const unsigned bits = __float_as_uint(v + 0.0f);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+// Best of a block by (score, lower id). Every thread gets it.
+__device__ void best_of_block(double &score, int &id) {
+  __shared__ double scores[32];
+  __shared__ int ids[32];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const auto take = [&](double other, int other_id) {
+    if (other_id >= 0 && (id < 0 || other > score || (other == score && other_id < id))) {
+      score = other;
+      id = other_id;
+    }
+  };
+  for (int i = 16; i > 0; i >>= 1) {
+    const double other = __shfl_xor_sync(kAll, score, i);
+    const int other_id = __shfl_xor_sync(kAll, id, i);
+    take(other, other_id);
+  }
+  __syncthreads();
+  if (lane == 0) {
+    scores[warp] = score;
+    ids[warp] = id;
+  }
+  __syncthreads();
+  for (int w = 0; w < kThreads / 32; w++) take(scores[w], ids[w]);
+}
+
+// The candidates that the filters have left: order > cut, and of order == cut the ids up to last.
+struct Cut {
+  unsigned order;
+  int last;
+  __device__ bool takes(unsigned candidate, int id) const {
+    return candidate > order || (candidate == order && id <= last);
+  }
+};
+
+struct Selection {
+  unsigned long long bins[256];
+  unsigned long long before;
+  unsigned digit;
+};
+
+// Finds where the weights of the candidates of `from`, best first, reach `target` (above 0 and at
+// most their sum): the order there in cut.order; returns the weight before that order.
+template <class Weight>
+__device__ unsigned long long select(Selection *shared, const float *logits, int n, const Cut &from,
+                                     double target, Weight weight, unsigned *order) {
+  unsigned prefix = 0;
+  unsigned long long before = 0;
+  for (int shift = 24; shift >= 0; shift -= 8) {
+    for (int i = threadIdx.x; i < 256; i += kThreads) shared->bins[i] = 0;
+    __syncthreads();
+    const unsigned mask = shift == 24 ? 0u : ~0u << (shift + 8);
+    for (int i = threadIdx.x; i < n; i += kThreads) {
+      const float v = logits[i];
+      if (!(v > kNone)) continue;
+      const unsigned o = order_of(v);
+      if ((o & mask) != prefix || !from.takes(o, i)) continue;
+      const unsigned long long w = weight(v);
+      if (w) atomicAdd(&shared->bins[o >> shift & 255u], w);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      unsigned long long sum = before;
+      int digit = 255;
+      // The last bin with any weight is taken if rounding leaves the target unreached.
+      int reached = -1, last = 0;
+      for (; digit >= 0; digit--) {
+        if (!shared->bins[digit]) continue;
+        last = digit;
+        if (static_cast<double>(sum + shared->bins[digit]) >= target) {
+          reached = digit;
+          break;
+        }
+        sum += shared->bins[digit];
+      }
+      if (reached < 0) {
+        reached = last;
+        sum -= shared->bins[last];
+      }
+      shared->digit = static_cast<unsigned>(reached);
+      shared->before = sum;
+    }
+    __syncthreads();
+    prefix |= shared->digit << shift;
+    before = shared->before;
+    __syncthreads();
+  }
+  *order = prefix;
+  return before;
+}
+
+// The id of the m-th (1-based) candidate of that order, by ascending ids.
+__device__ int nth_of_order(const float *logits, int n, const Cut &from, unsigned order, int m) {
+  __shared__ int found;
+  int seen = 0;
+  for (int base = 0; base < n; base += kThreads) {
+    const int i = base + threadIdx.x;
+    const bool is =
+        i < n && logits[i] > kNone && order_of(logits[i]) == order && from.takes(order, i);
+    const int count = __syncthreads_count(is);
+    if (seen + count >= m) {
+      if (threadIdx.x == 0) {
+        found = n;
+        for (int k = base; k < n && k < base + kThreads; k++) {
+          if (logits[k] > kNone && order_of(logits[k]) == order && from.takes(order, k) &&
+              ++seen == m) {
+            found = k;
+            break;
+          }
+        }
+      }
+      __syncthreads();
+      return found;
+    }
+    seen += count;
+  }
+  return n;
+}
+
+__device__ inline float noise_bound(uint64_t word) {
+  const uint64_t rest = ~word >> 12;
+  const int k = rest == 0 ? 52 : __clzll(static_cast<long long>(rest)) - 12;
+  return static_cast<float>(k + 1) * 0.6931472f + 1e-3f;
+}
+
+// Penalties and bias, drafts counted as output. Sets bad for a raw logit that cannot be used.
+__device__ void adjust(const SlotArrays &slots, const SlotParams &p, const SampleJob &job,
+                       const float *raw, float *logits, bool *bad) {
+  const int vocab = slots.vocab;
+  const int32_t *counts = slots.counts + static_cast<int64_t>(job.slot) * vocab;
+  const uint32_t *seen = slots.seen + static_cast<int64_t>(job.slot) * slots.words;
+  for (int i = threadIdx.x; i < vocab; i += kThreads) {
+    float v = raw[i];
+    *bad |= !(v < INFINITY);
+    if (p.use_counts) {
+      bool known = seen[i >> 5] >> (i & 31) & 1u;
+      int count = known ? counts[i] : 0;
+      for (int d = 0; d < job.n_drafts; d++) {
+        if (job.drafts[d] != i) continue;
+        known = true;
+        count++;
+      }
+      if (known) {
+        v = v > 0 ? v / p.repetition : v * p.repetition;
+        if (count > 0) v -= p.presence + p.frequency * static_cast<float>(count);
+      }
+    }
+    logits[i] = v;
+  }
+  __syncthreads();
+  if (p.n_bias > 0) {
+    const int32_t *bias_ids = slots.bias_ids + job.slot * KSL_MAX_BIAS;
+    const float *bias = slots.bias + job.slot * KSL_MAX_BIAS;
+    for (int i = threadIdx.x; i < p.n_bias; i += kThreads) {
+      // The first entry of an id adds all of that id in their order.
+      bool first = true;
+      for (int j = 0; j < i && first; j++) first = bias_ids[j] != bias_ids[i];
+      if (!first) continue;
+      float v = logits[bias_ids[i]];
+      for (int j = i; j < p.n_bias; j++)
+        if (bias_ids[j] == bias_ids[i]) v += bias[j];
+      logits[bias_ids[i]] = v;
+    }
+    __syncthreads();
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    sample_kernel(SlotArrays slots, const SampleJob *jobs, const float *all_logits, float *adjusted,
+                  int64_t stride, int32_t *ids) {
+  begin_chained();
+  __shared__ Selection selection;
+  __shared__ float scratch[32];
+  const SampleJob &job = jobs[blockIdx.x];
+  const SlotParams p = slots.params[job.slot];
+  const int vocab = slots.vocab, limit = slots.token_limit;
+  const float *raw = all_logits + blockIdx.x * stride;
+  const float *logits;
+  const uint32_t *mask = slots.mask + static_cast<int64_t>(job.slot) * slots.words;
+
+  bool bad = false;
+  float most = kNone;
+  int best = -1;
+  if (!p.use_counts && p.n_bias == 0 && !p.has_mask) {
+    logits = raw;
+#pragma unroll 8
+    for (int i = threadIdx.x; i < vocab; i += kThreads) {
+      const float v = raw[i];
+      bad |= !(v < INFINITY);
+      if (v > most && i < limit) {
+        most = v;
+        best = i;
+      }
+    }
+  } else {
+    float *changed = adjusted + blockIdx.x * stride;
+    adjust(slots, p, job, raw, changed, &bad);
+    for (int i = threadIdx.x; i < limit; i += kThreads) {
+      float v = changed[i];
+      if (p.has_mask && !(mask[i >> 5] >> (i & 31) & 1u)) v = changed[i] = kNone;
+      bad |= !(v < INFINITY);
+      if (v > most) {
+        most = v;
+        best = i;
+      }
+    }
+    logits = changed;
+  }
+  bad = __syncthreads_or(bad);
+  double top = most;
+  best_of_block(top, best);
+  most = static_cast<float>(top);
+  if (bad || best < 0) {
+    if (threadIdx.x == 0) ids[blockIdx.x] = -1;
+    return;
+  }
+  if (p.temperature == 0) {
+    if (threadIdx.x == 0) ids[blockIdx.x] = best;
+    return;
+  }
+
+  Cut cut = {0, limit};
+  if (p.top_k > 0 && p.top_k < limit) {
+    int mine = 0;
+    for (int i = threadIdx.x; i < limit; i += kThreads) mine += logits[i] > kNone;
+    const int all = static_cast<int>(block_sum(static_cast<float>(mine), scratch));
+    if (all > p.top_k) {
+      const auto one = [](float) { return 1ull; };
+      unsigned order;
+      const unsigned long long before =
+          select(&selection, logits, limit, cut, static_cast<double>(p.top_k), one, &order);
+      const int last = nth_of_order(logits, limit, cut, order, p.top_k - static_cast<int>(before));
+      cut = {order, last};
+    }
+  }
+  if (p.top_p < 1.0f) {
+    const auto mass = [&](float v) {
+      return static_cast<unsigned long long>(
+          static_cast<double>(exp_f32((v - most) / p.temperature)) * 0x1p40);
+    };
+    __shared__ unsigned long long total;
+    if (threadIdx.x == 0) total = 0;
+    __syncthreads();
+    unsigned long long mine = 0;
+    for (int i = threadIdx.x; i < limit; i += kThreads)
+      if (logits[i] > kNone && cut.takes(order_of(logits[i]), i)) mine += mass(logits[i]);
+    for (int i = 16; i > 0; i >>= 1) mine += __shfl_xor_sync(kAll, mine, i);
+    if ((threadIdx.x & 31) == 0) atomicAdd(&total, mine);
+    __syncthreads();
+    const double target = static_cast<double>(p.top_p) * static_cast<double>(total);
+    unsigned order;
+    const unsigned long long before = select(&selection, logits, limit, cut, target, mass, &order);
+    // Of equal logits, as many as it takes to reach the target, at least one of all.
+    const float value = __uint_as_float(order & 0x80000000u ? order & 0x7fffffffu : ~order);
+    const unsigned long long each = mass(value);
+    int m = 1;
+    unsigned long long sum = before + each;
+    while (static_cast<double>(sum) < target && m < limit) {
+      sum += each;
+      m++;
+    }
+    const int last = nth_of_order(logits, limit, cut, order, m);
+    cut = {order, last < limit ? last : limit};
+  }
+
+  const float min_scaled =
+      p.min_p >= 0x1p-100f ? static_cast<float>(log_f64(p.min_p)) - 1e-3f : kNone;
+  const uint64_t key = noise_key(p.seed, job.position);
+  double score = kNone;
+  int id = -1;
+  for (int i = threadIdx.x; i < limit; i += kThreads) {
+    const float v = logits[i];
+    if (!(v > kNone) || !cut.takes(order_of(v), i)) continue;
+    const float scaled = (v - most) / p.temperature;
+    if (scaled < min_scaled) continue;
+    const uint64_t word = hash_at(key, static_cast<uint64_t>(i));
+    if (static_cast<double>(scaled + noise_bound(word)) < score) continue;
+    if (p.min_p > 0 && exp_f32(scaled) < p.min_p) continue;
+    const double mine = static_cast<double>(scaled) + noise_of(word);
+    if (mine > score || id < 0) {
+      score = mine;
+      id = i;
+    }
+  }
+  best_of_block(score, id);
+  if (threadIdx.x == 0) ids[blockIdx.x] = id;
+}
+
+__global__ void mark_kernel(uint32_t *seen, int32_t *counts, const int32_t *ids, int n,
+                            bool counted) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  atomicOr(seen + (ids[i] >> 5), 1u << (ids[i] & 31));
+  if (counted) atomicAdd(counts + ids[i], 1);
+}
+
+}  // namespace
+
+void sample_columns(Device *device, const SlotArrays &slots, const SampleJob *jobs, int n,
+                    const float *logits, float *adjusted, int64_t stride, int32_t *ids) {
+  KSL_CHAIN(device, "sample", sample_kernel, n, kThreads, slots, jobs, logits, adjusted, stride,
+            ids);
+}
+
+void mark_ids(Device *device, const SlotArrays &slots, int slot, const int32_t *ids, int n,
+              bool counted) {
+  if (n == 0) return;
+  KSL_LAUNCH(device, "mark", mark_kernel, divide_up(n, 256), 256,
+             slots.seen + static_cast<int64_t>(slot) * slots.words,
+             slots.counts + static_cast<int64_t>(slot) * slots.vocab, ids, n, counted);
+}
+
+}  // namespace ksl

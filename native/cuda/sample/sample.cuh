@@ -1,0 +1,47 @@
+// Sampling on the device: the rules and the noise of common/sample.h, one block a column.
+#pragma once
+#include "../common/device.cuh"
+
+namespace ksl {
+
+// What the kernels know of a slot.
+struct SlotParams {
+  uint64_t seed;
+  float temperature, top_p, min_p, presence, frequency, repetition;
+  int32_t top_k, n_bias, use_counts, has_mask;
+};
+
+struct SlotArrays {
+  SlotParams *params;  // [slots]
+  int32_t *counts;     // [slots][vocab]
+  uint32_t *seen;      // [slots][words]
+  uint32_t *mask;      // [slots][words]
+  int32_t *bias_ids;   // [slots][KSL_MAX_BIAS]
+  float *bias;
+  int vocab, words, token_limit;
+};
+
+struct SampleJob {
+  int32_t slot, n_drafts;
+  int64_t position;
+  int32_t drafts[KSL_MAX_DRAFT];
+};
+
+// ids[i]: the id sampled from row i of logits, -1 for bad logits. adjusted: [n][stride] scratch.
+void sample_columns(Device *device, const SlotArrays &slots, const SampleJob *jobs, int n,
+                    const float *logits, float *adjusted, int64_t stride, int32_t *ids);
+
+// Marks prompt or output ids of a slot. counted: output ids.
+void mark_ids(Device *device, const SlotArrays &slots, int slot, const int32_t *ids, int n,
+              bool counted);
+
+struct LogprobJob {
+  int32_t row;      // of logits
+  int32_t sampled;  // index into ids, or -1: `id`
+  int32_t id, top_n;
+  int32_t out;  // index of its first entry
+};
+void logprobs(Device *device, const LogprobJob *jobs, int n, const float *logits, int64_t stride,
+              int vocab, const int32_t *ids, ksl_logprob *out);
+
+}  // namespace ksl

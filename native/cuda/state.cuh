@@ -1,0 +1,198 @@
+// The CUDA backend's state and what its files share. Strides are in floats unless named bytes.
+#pragma once
+#include "../common/backend.h"
+#include "../common/budget.h"
+#include "../common/program.h"
+#include "attn/attn.cuh"
+#include "gdn/gdn.cuh"
+#include "gemm/gemm.cuh"
+#include "sample/sample.cuh"
+
+namespace ksl {
+
+enum { kHeadBatch = 32 };  // columns whose logits exist at one time
+
+struct LinearWeights {
+  Group in;  // qkv, z, b, a
+  Group out;
+  float *taps;  // [4][channels]
+  float *decay_rate, *dt_bias, *norm;
+};
+
+struct FullWeights {
+  Group in;  // q, k, v
+  Group kv;  // k, v: rows of the MTP layer that only store
+  Group out;
+  float *q_norm, *k_norm;  // 1 + w
+};
+
+struct LayerWeights {
+  int kind, index;  // among the layers of its kind (full: KV layer)
+  float *in_norm, *post_norm;
+  Group gate_up, down;
+  LinearWeights linear;
+  FullWeights full;
+};
+
+// What the host remembers of a slot.
+struct Slot {
+  bool latched, use_counts, has_mask;
+  int32_t last_token;
+  int n_stop, n_drafts;
+  int32_t stop_ids[KSL_MAX_STOP];
+  int32_t drafts[KSL_MAX_DRAFT];
+  int32_t *forced;
+  int forced_n, forced_at, forced_capacity;
+};
+
+// One row of the running wave.
+struct RowPlan {
+  const ksl_row *row;
+  ksl_done *done;
+  Slot *slot;
+  int column, n, keep, committed;
+  bool ended;
+};
+
+struct HeadJob {
+  int row, offset;
+};
+
+// A decode wave as one launch. Waves of equal shape are equal launches: everything else they read
+// is in device memory.
+struct Graph {
+  int columns, rows, jobs, chunks;
+  cudaGraphExec_t run;  // null: seen once
+  uint64_t used;
+};
+enum { kGraphs = 64 };
+
+struct Backend {
+  const ModelSpec *spec;
+  const ksl_config *config;
+  Alloc *alloc;
+  Device device;
+  void **owned;  // device memory
+  int n_owned, owned_capacity;
+  uint64_t device_bytes;
+  char name[16];
+
+  LayerWeights *layers;
+  Raw embedding;
+  Group head, mtp_fc;
+  float *final_norm, *mtp_norm_embedding, *mtp_norm_hidden, *mtp_norm;
+  double *frequency;
+  uint64_t weight_bytes, token_bytes, pool_bytes, scratch_bytes;
+  uint32_t encodings;
+
+  // pools
+  SlabPool slabs;
+  int64_t conv_offset, hidden_offset, state_layer, conv_layer, image_floats;
+  uint8_t *blocks;
+  int64_t block_bytes, kv_layer_bytes;
+  KvLayer kv;  // of KV layer 0
+  int32_t *tables;
+  SlotArrays slot_arrays;
+  Slot *slots;
+
+  // the running wave, on the host; upload copies it
+  const Wave *wave;
+  RowPlan *rows;
+  RowInfo *row_info;  // [slots]
+  int n_rows, n_kept;
+  int32_t *columns;  // [kColumnArrays][wave_columns + slots]
+  HeadJob *jobs;
+  int n_jobs;
+  int32_t *job_columns;
+  SampleJob *sample_jobs;
+  LogprobJob *logprob_jobs;
+  int n_logprob_jobs, logprob_entries;
+  int32_t *ids;          // sampled, by job
+  ksl_logprob *entries;  // grows
+  int entries_capacity;
+
+  // the same on the device
+  RowInfo *d_rows;
+  int32_t *d_columns;
+  int32_t *d_job_columns, *d_head_columns;
+  SampleJob *d_sample_jobs;
+  LogprobJob *d_logprob_jobs;
+  int32_t *d_ids;
+  ksl_logprob *d_entries;
+  int32_t *d_marks;
+  int marks_capacity;
+
+  Graph graphs[kGraphs];
+  int n_graphs;
+  uint64_t graph_clock;
+  bool no_graphs;  // capturing failed: waves are launched kernel by kernel
+
+  Columns batch;
+  bool trunk;  // the batch is the wave's columns, not drafts
+  bool kv_only;
+  bool normed_ready;  // the layer before has made this layer's in_norm
+  bool multi;         // a row has more than one column
+  bool taps;
+  int most_position;
+  int column_capacity;
+
+  // activations [columns][...]
+  int hidden_stride, mtp_stride, conv_stride, value_stride, head_stride, query_stride,
+      query_gate_stride, kv_stride, mlp_stride, vocab_stride;
+  float *x, *normed, *mixed, *final, *chain;
+  float *partials;  // [columns][hidden], products on their way to x
+  float *qkv, *conv, *conv_silu, *z, *core, *gated, *gate_a, *gate_b, *g, *decay, *beta;
+  float *query_gate, *k, *v, *q, *stored_q, *pregate, *attn_gated;
+  float *mlp_gate, *mlp_up, *mlp_act;
+  float *mtp_in, *head_in, *logits, *adjusted;
+  float *cos, *sin;
+  float *attn_partial;
+  int64_t attn_partial_floats;
+  Split hidden_split, value_split, query_split, mlp_split, mtp_split, head_split;
+  float *keep;  // [linear layers][keep_columns][keep_floats]
+  int keep_columns;
+  int64_t keep_floats;
+};
+
+enum ColumnArray { kToken = 0, kPosition, kSlotOf, kRowOf, kSource, kKeptRow, kColumnArrays };
+
+// Zeroed device memory that close frees; null when memory is out.
+void *own_device(Backend *b, size_t bytes);
+template <typename T>
+inline T *own_many(Backend *b, size_t count) {
+  return static_cast<T *>(own_device(b, count * sizeof(T)));
+}
+
+// ---- weights.cu
+int load_weights(Backend *b, const TensorTable *tensors, ksl_error *error);
+
+// ---- dispatch.cu
+const StageTable *stage_table(StageList list);
+void walk(Backend *b, StageList list, int layer);
+bool wants_tap(const Backend *b, const char *name, bool prefix);
+void tap_append(Backend *b, Tap tap, int layer, const float *data, int64_t stride, int columns,
+                int segments, int width, int64_t segment_stride);
+void head_logits(Backend *b, int n);
+void norm_columns(Backend *b, const float *gain, float *out, const Split &split, bool residual,
+                  bool zero_first);
+// Replays the accepted columns of VERIFY rows.
+void commit_kept(Backend *b);
+
+// ---- head.cu
+// Lists the columns of the head and uploads what it needs; run_head only launches.
+void plan_head(Backend *b);
+void run_head(Backend *b);
+void finish_head(Backend *b);
+void mtp_follow(Backend *b);
+void mtp_propose(Backend *b);
+void upload(Backend *b, void *to, const void *from, size_t bytes);
+void upload_columns(Backend *b, int n);
+bool synchronize(Backend *b, const char *what);
+
+// ---- open.cu
+int cuda_open(const ModelSpec *spec, const ksl_config *config, const TensorTable *tensors,
+              Alloc *alloc, Backend **out, ksl_error *error);
+void cuda_info(Backend *b, ksl_info *info);
+void cuda_close(Backend *b);
+
+}  // namespace ksl

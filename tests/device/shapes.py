@@ -1,0 +1,61 @@
+"""Models for device tests: the tiny one, one whose sizes fit every KV format, and the head geometry
+of the 27B at a small width."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kslserve.engine.model import ModelSpec
+from tests.tiny import tiny_spec
+
+
+def spec_named(name: str) -> ModelSpec:
+    if name == "tiny":
+        return tiny_spec()
+    if name == "round":
+        return replace(
+            tiny_spec(),
+            hidden=512,
+            intermediate=768,
+            vocab=1203,
+            token_limit=1199,
+            head_dim=64,
+            rotary_dims=16,
+            lin_key_dim=32,
+            lin_value_dim=64,
+        )
+    return replace(
+        tiny_spec(),
+        hidden=256,
+        intermediate=512,
+        vocab=1203,
+        token_limit=1199,
+        heads=24,
+        kv_heads=4,
+        head_dim=256,
+        rotary_dims=64,
+        lin_key_heads=16,
+        lin_value_heads=48,
+        lin_key_dim=128,
+        lin_value_dim=128,
+        rope_theta=1e7,
+    )
+
+
+def tap_names(spec: ModelSpec) -> list[str]:
+    """Every tap of every layer and of both ends."""
+    names = ["embed", "final_norm", "logits"]
+    linear = (
+        "gdn_qkv gdn_z gdn_b gdn_a gdn_conv_silu gdn_q gdn_k gdn_v gdn_g gdn_beta gdn_core "
+        "gdn_normed"
+    )
+    full = "attn_q attn_gate attn_k attn_v attn_pregate attn_gated"
+    every = "in_norm mixer_out mid post_norm mlp_gate mlp_up mlp_act mlp_out out"
+    layers = [(f"layers.{i}", kind) for i, kind in enumerate(spec.layer_kinds)]
+    if spec.mtp_layers:
+        names += ["mtp_input", "mtp_hidden", "mtp_logits"]
+        layers.append(("mtp.layers.0", "full"))
+    for prefix, kind in layers:
+        leaves = (full if kind == "full" else linear) + " " + every
+        names += [f"{prefix}.{leaf}" for leaf in leaves.split()]
+    return names

@@ -1,0 +1,219 @@
+"""Every tap of the CUDA backend against the CPU's scalar reference, on fresh random inputs: every
+weight encoding, and each KV format against its definition."""
+
+from __future__ import annotations
+
+import secrets
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kslserve.engine.model import FILL_CONSTANT, FILL_UNIFORM, Fill, ModelSpec, TensorArg
+from kslserve.engine.types import RowKind
+from tests.device.conftest import Opener
+from tests.device.shapes import spec_named, tap_names
+from tests.native.driver import Driver
+from tests.tiny import POLICIES, tiny_arrays, tiny_tensors
+
+pytestmark = pytest.mark.cuda
+
+F32 = npt.NDArray[np.float32]
+# Relative L2 of one tap. Two halves carry 22 bits of an activation, everything else is float32, and
+# errors grow over the layers.
+TOLERANCE = 5e-5
+
+
+def distance(found: F32, expected: F32) -> float:
+    assert found.shape == expected.shape
+    assert np.isfinite(found).all()
+    scale = float(np.linalg.norm(expected))
+    return float(np.linalg.norm(found - expected)) / (scale if scale > 0 else 1.0)
+
+
+def taps_of(driver: Driver, spec: ModelSpec, ids: npt.NDArray[np.int32]) -> dict[str, F32]:
+    """All taps of a prompt chunk, of a second chunk, and of a wave of two decode rows beside a
+    chunk of another sequence."""
+    names = tap_names(spec)
+    found: dict[str, F32] = {}
+    first, other = driver.begin(0), driver.begin(1)
+    waves = []
+    for part in (ids[:41], ids[41:47], ids[47:48]):
+        waves.append(first.run(first.row(RowKind.PREFILL, part), names).taps)
+    rows = [first.row(RowKind.PREFILL, ids[48:49]), other.row(RowKind.PREFILL, ids[:19])]
+    waves.append(driver.wave(rows, taps=names).taps)
+    for index, taps in enumerate(waves):
+        found |= {f"{index}.{name}": tap.copy() for name, tap in taps.items()}
+    found["slab"] = driver.slab_image(0).view("<f4").copy()
+    return found
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("shape", ["tiny", "round", "27b-heads"])
+def test_every_tap(opened: Opener, shape: str, policy: str) -> None:
+    seed = secrets.randbits(32)
+    spec = spec_named(shape)
+    tensors = tiny_tensors(spec, tiny_arrays(spec, seed), policy)
+    ids = np.random.default_rng(seed).integers(0, spec.token_limit, 64).astype(np.int32)
+    found = taps_of(opened(spec, tensors), spec, ids)
+    expected = taps_of(opened(spec, tensors, on="cpu"), spec, ids)
+    assert found.keys() == expected.keys()
+    far = {name: distance(found[name], expected[name]) for name in expected}
+    worst = sorted(far.items(), key=lambda item: -item[1])[:5]
+    first_bad = [(name, far[name]) for name in expected if not far[name] <= TOLERANCE][:5]
+    print(shape, policy, "worst", worst[0])
+    assert not first_bad, f"seed {seed}: first {first_bad}, worst {worst}"
+
+
+@pytest.mark.parametrize("encoding", [0, 1, 2, 3, 4])
+def test_tensors_made_on_the_device(opened: Opener, encoding: int) -> None:
+    spec = spec_named("round")
+    tensors = []
+    for tensor in tiny_tensors(spec, tiny_arrays(spec, 3), "f32"):
+        vector = tensor.cols == 1 or tensor.name.endswith("conv1d.weight")
+        fill = Fill(FILL_CONSTANT, scale=0.25) if vector else Fill(FILL_UNIFORM, 5, 0.06)
+        own = 0 if vector or "embed" in tensor.name else encoding
+        tensors.append(TensorArg(tensor.name, own, tensor.rows, tensor.cols, fill=fill))
+    ids = np.arange(9, dtype=np.int32)
+    logits = []
+    for on in ("cuda", "cpu"):
+        stream = opened(spec, tensors, on=on).begin(0)
+        result = stream.run(stream.row(RowKind.PREFILL, ids), ["logits"])
+        logits.append(result.taps["logits"].copy())
+    assert distance(logits[0], logits[1]) <= TOLERANCE
+
+
+def rotated(values: F32) -> F32:
+    """Natural-order Walsh-Hadamard of the last axis, as ksl's q4 rotates keys and queries."""
+    d = values.shape[-1]
+    out = values.astype(np.float32)
+    stride = 1
+    while stride < d:
+        pairs = out.reshape(*out.shape[:-1], d // (2 * stride), 2, stride)
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        out = np.stack([a + b, a - b], axis=-2).reshape(out.shape)
+        stride *= 2
+    return out * np.float32(1 / np.sqrt(d))
+
+
+def e4m3(values: F32) -> tuple[F32, F32]:
+    """Decoded values and scales [..., 1] of rows stored as e4m3 with a power-of-two scale."""
+    most = np.abs(values).max(axis=-1, keepdims=True).astype(np.float64)
+    with np.errstate(divide="ignore"):
+        exponent = np.ceil(np.log2(most / 448))
+    scale = np.where(most == 0, 1.0, 2.0**exponent).astype(np.float32)
+    x = np.abs(values / scale).astype(np.float64)
+    step = 2.0 ** (np.maximum(np.floor(np.log2(np.maximum(x, 2.0**-9))), -6) - 3)
+    decoded = np.minimum(np.rint(x / step) * step, 448.0) * np.sign(values) * scale
+    return decoded.astype(np.float32), scale
+
+
+def q4(values: F32) -> F32:
+    """Keys as q4 stores them, rotated."""
+    k = rotated(values).reshape(*values.shape[:-1], -1, 32)
+    low, high = k.min(axis=-1, keepdims=True), k.max(axis=-1, keepdims=True)
+    floor = np.maximum(np.abs(low), np.abs(high)) / np.float32(2033)
+    half = np.maximum((high - low) / np.float32(15), floor).astype(np.float16)
+    scale = half.astype(np.float32)
+    constant = (low == high) | (scale == 0)
+    safe = np.where(constant, np.float32(1), scale)
+    zero = np.clip(np.rint(-low / safe), -2033, 2048)
+    codes = np.clip(np.rint(k / safe + zero), 0, 15)
+    stored = np.where(constant, high.astype(np.float16).astype(np.float32), (codes - zero) * scale)
+    return stored.reshape(values.shape).astype(np.float32)
+
+
+def read_blocks(
+    spec: ModelSpec, kv: str, images: list[npt.NDArray[np.uint8]], tokens: int
+) -> tuple[F32, F32]:
+    """Keys and values [kv layers, positions, kv heads, d] of block images."""
+    d, heads, layers = (
+        spec.head_dim,
+        spec.kv_heads,
+        spec.layer_kinds.count("full") + spec.mtp_layers,
+    )
+    sizes = (d, 4, d, 4) if kv == "fp8" else (d // 2, d // 8, d, 4)
+    keys, values = [], []
+    for image in images:
+        planes, at = [], 0
+        per_layer = image.reshape(layers, -1)
+        for size in sizes:
+            width = tokens * heads * size
+            planes.append(per_layer[:, at : at + width].reshape(layers, tokens, heads, size))
+            at += width
+        table = np.array([decode_e4m3(code) for code in range(256)], dtype=np.float32)
+        scale = np.ascontiguousarray(planes[3]).view("<f4")
+        values.append(table[planes[2]] * scale)
+        if kv == "fp8":
+            keys.append(table[planes[0]] * np.ascontiguousarray(planes[1]).view("<f4"))
+        else:
+            codes = np.stack([planes[0] & 15, planes[0] >> 4], axis=-1).reshape(
+                layers, tokens, heads, d // 32, 32
+            )
+            pairs = np.ascontiguousarray(planes[1]).view("<f2").astype(np.float32)
+            pairs = pairs.reshape(layers, tokens, heads, d // 32, 2)
+            keys.append(
+                ((codes - pairs[..., 1:]) * pairs[..., :1]).reshape(layers, tokens, heads, d)
+            )
+    return np.concatenate(keys, axis=1), np.concatenate(values, axis=1)
+
+
+def decode_e4m3(code: int) -> float:
+    exponent, mantissa = code >> 3 & 15, code & 7
+    value = mantissa / 512 if exponent == 0 else (8 + mantissa) / 8 * 2.0 ** (exponent - 7)
+    return -value if code & 128 else value
+
+
+@pytest.mark.parametrize("shape", ["round", "27b-heads"])
+@pytest.mark.parametrize("kv", ["fp8", "q4"])
+def test_packed_kv(opened: Opener, shape: str, kv: str) -> None:
+    """Stored rows are bit-exact; attention over them is that of the decoded rows."""
+    seed = secrets.randbits(32)
+    spec = spec_named(shape)
+    arrays = tiny_arrays(spec, seed)
+    # A channel far off and, through zero weights, one-signed and constant groups.
+    arrays["model.layers.1.self_attn.k_norm.weight"][spec.head_dim // 4 * 3] = 40.0
+    arrays["model.layers.1.self_attn.v_proj.weight"][: spec.head_dim] = 0
+    driver = opened(spec, tiny_tensors(spec, arrays, "bf16"), kv=kv, wave_columns=300)
+    n = 150
+    ids = np.random.default_rng(seed).integers(0, spec.token_limit, n).astype(np.int32)
+    stream = driver.begin(0)
+    names = [f"layers.1.attn_{leaf}" for leaf in ("q", "k", "v", "pregate")]
+    taps = stream.run(stream.row(RowKind.PREFILL, ids), names).taps
+    q, k, v, pregate = (taps[name].reshape(n, -1, spec.head_dim) for name in names)
+    images = [driver.block_image(block) for block in stream.blocks[: -(-n // 16)]]
+    keys, values = read_blocks(spec, kv, images, 16)
+    keys, values = keys[0, :n], values[0, :n]
+    expected_k = q4(k) if kv == "q4" else e4m3(k)[0]
+    np.testing.assert_array_equal(keys, expected_k, f"seed {seed}")
+    np.testing.assert_array_equal(values, e4m3(v)[0], f"seed {seed}")
+    if kv == "q4":
+        q = rotated(q)
+    group = spec.heads // spec.kv_heads
+    scores = np.einsum("qhd,khd->hqk", q, np.repeat(keys, group, axis=1), dtype=np.float64)
+    scores /= np.sqrt(spec.head_dim)
+    scores[:, np.triu(np.ones((n, n), dtype=bool), 1)] = -np.inf
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    expected = np.einsum("hqk,khd->qhd", weights, np.repeat(values, group, axis=1))
+    assert distance(pregate, expected.astype(np.float32)) <= 1e-5
+
+
+@pytest.mark.parametrize("kv", ["f32", "bf16"])
+def test_long_contexts(opened: Opener, kv: str) -> None:
+    """More keys than a span of chunks, prompt and decode, against the reference."""
+    seed = secrets.randbits(32)
+    spec = spec_named("tiny")
+    tensors = tiny_tensors(spec, tiny_arrays(spec, seed), "f32")
+    ids = np.random.default_rng(seed).integers(0, spec.token_limit, 2501).astype(np.int32)
+    sizes = {"slots": 1, "slabs": 1, "blocks": 160, "blocks_per_slot": 160, "wave_columns": 700}
+    found = []
+    for on in ("cuda", "cpu"):
+        stream = opened(spec, tensors, on=on, kv=kv, **sizes).begin(0)
+        stream.prefill(ids[:2500], [700, 700, 700])
+        taps = stream.run(
+            stream.row(RowKind.PREFILL, ids[2500:]), ["layers.1.attn_pregate", "logits"]
+        ).taps
+        found.append({name: tap.copy() for name, tap in taps.items()})
+    for name in found[0]:
+        assert distance(found[0][name], found[1][name]) <= 2e-4, f"seed {seed} {name}"

@@ -1,0 +1,271 @@
+"""Rows of every kind, state operations, masks and sampling on the device: equalities are to the
+bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from _kslserve import ffi, lib
+
+from kslserve.core.sampling import SamplingParams
+from kslserve.engine.types import Draft, OpKind, RowKind, SlotConfig, StateOp
+from tests.device.conftest import Opener
+from tests.device.shapes import spec_named
+from tests.native.driver import GREEDY, Driver, Stream
+from tests.tiny import tiny_arrays, tiny_tensors
+
+pytestmark = pytest.mark.cuda
+
+IDS = np.random.default_rng(9).integers(0, 199, 200).astype(np.int32)
+HOT = SamplingParams(
+    temperature=1.0,
+    top_k=60,
+    top_p=0.97,
+    presence_penalty=0.5,
+    frequency_penalty=0.2,
+    repetition_penalty=1.1,
+)
+SAMPLINGS = [
+    GREEDY,
+    SamplingParams(temperature=0.8),
+    SamplingParams(temperature=1.3, top_k=1),
+    SamplingParams(temperature=1.3, top_k=7),
+    SamplingParams(temperature=1.0, top_p=0.4),
+    SamplingParams(temperature=1.0, top_p=0.95, top_k=50),
+    SamplingParams(temperature=1.5, min_p=0.05),
+    SamplingParams(temperature=1.0, top_p=0.9, min_p=0.1, top_k=100),
+    SamplingParams(temperature=0.0, repetition_penalty=1.3, presence_penalty=0.7),
+    SamplingParams(temperature=1.0, logit_bias=((3, 5.0), (7, -100.0), (11, 2.0))),
+    HOT,
+]
+
+
+@pytest.fixture(params=["mixed", "e2m3", "nvfp4"])
+def driver(request: pytest.FixtureRequest, opened: Opener) -> Driver:
+    spec = spec_named("round")
+    kv = {"mixed": "f32", "e2m3": "q4", "nvfp4": "fp8"}[request.param]
+    tensors = tiny_tensors(spec, tiny_arrays(spec), request.param)
+    return opened(spec, tensors, kv=kv)
+
+
+def images(stream: Stream, positions: int | None = None) -> list[bytes]:
+    driver = stream.driver
+    n = stream.position if positions is None else positions
+    blocks = [driver.block_image(b).tobytes() for b in stream.blocks[: n // 16]]
+    return [driver.slab_image(stream.slab).tobytes(), *blocks]
+
+
+def test_whole_split_and_decode_made(driver: Driver) -> None:
+    whole = driver.begin(0)
+    whole.prefill(IDS[:112])
+    for slot, plan in enumerate(([1] * 112, [40, 40], [3, 9, 33]), 1):
+        split = driver.begin(slot)
+        split.prefill(IDS[:112], plan)
+        assert images(split) == images(whole), plan
+
+
+def test_batch_is_singles(driver: Driver) -> None:
+    lengths = (1, 7, 33, 50)
+    alone = []
+    for slot, n in enumerate(lengths):
+        stream = driver.begin(slot, sampling=HOT, seed=slot)
+        alone.append([stream.last(IDS[slot : slot + n]), *stream.decode(6)])
+    streams = [driver.begin(slot, sampling=HOT, seed=slot) for slot in range(len(lengths))]
+    rows = [
+        s.row(RowKind.LAST, IDS[s.slot : s.slot + n]) for s, n in zip(streams, lengths, strict=True)
+    ]
+    found: list[list[int]] = [[] for _ in lengths]
+    for _ in range(7):
+        for stream, out, row in zip(streams, found, driver.wave(rows).rows, strict=True):
+            out += row.tokens
+            stream.position = row.position
+        rows = [s.row(RowKind.LAST, [-1]) for s in streams]
+    assert found == alone
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, HOT])
+def test_given_drafts(driver: Driver, sampling: SamplingParams) -> None:
+    plain = driver.begin(0, sampling=sampling, prompt_ids=IDS[:30])
+    expected = [plain.last(IDS[:30]), *plain.decode(70)]
+    for right, wrong in ((16, 0), (3, 5), (0, 4), (7, 1)):
+        stream = driver.begin(1, sampling=sampling, prompt_ids=IDS[:30])
+        stream.prefill(IDS[:29])
+        token, out = int(IDS[29]), []
+        while len(out) < 40:
+            known = expected[len(out) :]
+            drafts = known[:right] + [(t + 1) % 199 for t in known[right : right + wrong]]
+            row = stream.verify(token, drafts)
+            assert row.accepted == right
+            out += row.tokens
+            token = -1
+        assert out == expected[: len(out)]
+        again = driver.begin(2, sampling=sampling, prompt_ids=IDS[:30])
+        again.last(IDS[:30])
+        again.decode(len(out) - 1)
+        assert images(stream) == images(again)
+        assert stream.decode(3) == expected[len(out) : len(out) + 3]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, HOT])
+def test_own_drafts(driver: Driver, sampling: SamplingParams) -> None:
+    plain = driver.begin(0, sampling=sampling)
+    stream = driver.begin(1, sampling=sampling)
+    row = stream.run(stream.row(RowKind.LAST, IDS[:30], propose=5)).rows[0]
+    out = list(row.tokens)
+    for depth in (5, 3, 16, 0, 1, 5, 16, 4):
+        done = stream.run(
+            stream.row(RowKind.VERIFY, [-1], 17, draft=Draft.OWN, propose=depth)
+        ).rows[0]
+        assert done.proposed == depth
+        out += done.tokens
+    assert [plain.last(IDS[:30]), *plain.decode(len(out) - 1)] == out
+    assert images(plain) == images(stream)
+
+
+def test_drafts_are_those_of_the_reference(opened: Opener) -> None:
+    """The ids that MTP drafts, seen through the embeddings of a VERIFY row."""
+    spec = spec_named("round")
+    tensors = tiny_tensors(spec, tiny_arrays(spec), "f32")
+    found = []
+    for on in ("cuda", "cpu"):
+        stream = opened(spec, tensors, on=on).begin(0)
+        stream.run(stream.row(RowKind.LAST, IDS[:40], propose=9))
+        row = stream.row(RowKind.VERIFY, [-1], 10, draft=Draft.OWN)
+        found.append(stream.run(row, ["embed"]).taps["embed"].copy())
+    assert found[0].shape == (10, spec.hidden)
+    np.testing.assert_array_equal(found[0], found[1])
+
+
+def test_cuts_copies_and_images(driver: Driver) -> None:
+    stream = driver.begin(0)
+    row = stream.row(RowKind.PREFILL, IDS[:64], cuts=((1, 6), (30, 7), (64, 8)))
+    stream.run(row)
+    for offset, slab in ((1, 6), (30, 7), (64, 8)):
+        plain = driver.begin(1)
+        plain.prefill(IDS[:offset])
+        assert driver.slab_image(slab).tobytes() == driver.slab_image(1).tobytes(), offset
+    image, block = driver.slab_image(8), driver.block_image(stream.blocks[0])
+    driver.wave(
+        before=[
+            StateOp(OpKind.COPY_SLAB, 8, 9),
+            StateOp(OpKind.COPY_BLOCK, stream.blocks[0], 90),
+            StateOp(OpKind.LOAD_SLAB, 5, data=image),
+            StateOp(OpKind.LOAD_BLOCK, 91, data=block),
+            StateOp(OpKind.ZERO_SLAB, 8),
+        ]
+    )
+    assert driver.slab_image(9).tobytes() == driver.slab_image(5).tobytes() == image.tobytes()
+    assert driver.block_image(90).tobytes() == driver.block_image(91).tobytes() == block.tobytes()
+    assert not driver.slab_image(8).any()
+
+
+def reference_sample(
+    driver: Driver, logits: Any, sampling: SamplingParams, seed: int, position: int, **ids: Any
+) -> int:
+    keep: list[Any] = []
+    config = Driver.sampling(
+        keep, SlotConfig(sampling, seed, (), ids.get("prompt"), ids.get("output"))
+    )
+    mask = ids.get("mask")
+    out, error = ffi.new("int32_t *"), ffi.new("ksl_error *")
+    data = np.ascontiguousarray(logits)
+    code = lib.ksl_sample(
+        ffi.from_buffer("float[]", data),
+        len(data),
+        driver.spec.token_limit,
+        config,
+        ffi.NULL if mask is None else ffi.from_buffer("uint32_t[]", mask),
+        position,
+        out,
+        ffi.NULL,
+        error,
+    )
+    assert code == lib.KSL_OK, ffi.string(error.text)
+    return int(out[0])
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_sampler_is_the_reference(driver: Driver, sampling: SamplingParams) -> None:
+    """The device's id is what the reference sampler draws from the device's logits."""
+    for seed in range(3):
+        stream = driver.begin(0, sampling=sampling, seed=seed, prompt_ids=IDS[:20])
+        output: list[int] = []
+        tokens: Any = IDS[:20]
+        for _ in range(12):
+            result = stream.run(stream.row(RowKind.LAST, tokens), ["logits"])
+            expected = reference_sample(
+                driver, result.taps["logits"][-1], sampling, seed, stream.position,
+                prompt=IDS[:20], output=output,
+            )  # fmt: skip
+            assert result.rows[0].tokens == [expected], (seed, len(output))
+            output.append(expected)
+            tokens = [-1]
+
+
+def test_ties_and_masks(opened: Opener) -> None:
+    """Equal logits: top_k and top_p keep the lower ids."""
+    spec = spec_named("round")
+    arrays = tiny_arrays(spec)
+    head = arrays["lm_head.weight"]
+    head[::2] = head[0]
+    head[1::2] = head[1]
+    driver = opened(spec, tiny_tensors(spec, arrays, "f32"))
+    mask = np.zeros(-(-spec.vocab // 32), dtype=np.uint32)
+    mask[3:20] = 0x5A5A5A5A
+    for sampling in SAMPLINGS:
+        for use in (None, mask):
+            stream = driver.begin(0, sampling=sampling, seed=5)
+            if use is not None:
+                driver.wave(before=[StateOp(OpKind.MASK, 0, data=use)])
+            result = stream.run(stream.row(RowKind.LAST, IDS[:3]), ["logits"])
+            expected = reference_sample(driver, result.taps["logits"][-1], sampling, 5, 3, mask=use)
+            assert result.rows[0].tokens == [expected], sampling
+            if use is not None:
+                assert use[expected >> 5] >> (expected & 31) & 1
+
+
+def test_scores_and_logprobs(driver: Driver) -> None:
+    stream = driver.begin(0)
+    tokens = np.append(IDS[:40], np.int32(-1)).astype(np.int32)
+    row = stream.row(RowKind.SCORE, tokens, 40, top_n=20)
+    result = stream.run(row, ["logits"])
+    logits = result.taps["logits"].astype(np.float64)
+    expected = logits - np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1))[:, None]
+    expected -= logits.max(1, keepdims=True)
+    entries = result.rows[0].logprobs
+    assert entries is not None
+    assert len(entries) == 40
+    for i, (own, *top) in enumerate(entries):
+        order = sorted(range(driver.spec.vocab), key=lambda t: (-logits[i, t], t))[:20]
+        assert [t for t, _ in top] == order
+        np.testing.assert_allclose([p for _, p in top], expected[i, order], atol=1e-5)
+        assert own[0] == tokens[i + 1]
+        if i < 39:
+            assert abs(own[1] - expected[i, tokens[i + 1]]) < 1e-5
+    last = stream.run(stream.row(RowKind.LAST, [5], top_n=3)).rows[0]
+    assert last.logprobs is not None
+    assert last.logprobs[0][0] == last.logprobs[0][1]
+    assert last.logprobs[0][0][0] == last.tokens[0]
+
+
+def test_stop_latch_and_forced_ids(driver: Driver) -> None:
+    stream = driver.begin(0, stop_ids=(77,))
+    driver.wave(before=[StateOp(OpKind.FORCE, 0, data=np.array([5, 77], dtype=np.int32))])
+    assert stream.last(IDS[:9]) == 5
+    row = stream.run(stream.row(RowKind.LAST, [-1])).rows[0]
+    assert (row.tokens, row.flags) == ([77], lib.KSL_DONE_STOP)
+    row = stream.run(stream.row(RowKind.LAST, [-1])).rows[0]
+    assert (row.tokens, row.flags) == ([], lib.KSL_DONE_LATCHED)
+
+
+def test_bad_logits_end_one_row(opened: Opener) -> None:
+    spec = spec_named("tiny")
+    arrays = tiny_arrays(spec)
+    arrays["model.embed_tokens.weight"][7] = np.nan
+    driver = opened(spec, tiny_tensors(spec, arrays, "f32"))
+    bad, good = driver.begin(0), driver.begin(1)
+    rows = driver.wave([bad.row(RowKind.LAST, [7]), good.row(RowKind.LAST, IDS[:5])]).rows
+    assert rows[0].flags == lib.KSL_DONE_BAD_LOGITS
+    assert (rows[1].flags, len(rows[1].tokens)) == (0, 1)
