@@ -57,7 +57,7 @@ def open_backend(settings: Settings, log_line: Callable[[str], None]) -> Backend
         script = None
         if settings.engine == "scripted":
             script = Script.load(settings.script, tokenizer.size)
-            tokenizer = cast(Tokenizer, _ScriptTexts(tokenizer, script))
+            tokenizer = cast(Tokenizer, ScriptedTokenizer(tokenizer, script))
         source = model.chat_template
         if source is None:
             source = bundled(FALLBACK_TEMPLATE)
@@ -142,14 +142,6 @@ class _Quantizing:
                 "quantizing the weights; `kslserve convert` saves this for the next start"
             )
             self._log_line = None
-
-
-class _ScriptTexts(ScriptedTokenizer):
-    """With the table that detokenizers read directly."""
-
-    def __init__(self, tokenizer: Tokenizer, script: Script) -> None:
-        super().__init__(tokenizer, script)
-        self.bytes_of = [*tokenizer.bytes_of, *script.texts]
 
 
 def _open_engine(

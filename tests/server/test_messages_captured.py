@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kslserve.config import Settings
 from kslserve.service.prepare import Prepared
-from tests.server.api_cases import post, request_of
+from tests.server.api_cases import post
+from tests.server.captured import capture_names, captured, prepared
 from tests.server.serving import Server, serving
 
-CLIENTS = Path(__file__).resolve().parents[1] / "data/clients"
-FILES = sorted(
-    path.name.removesuffix(".json.gz")
-    for path in CLIENTS.iterdir()
-    if path.name.startswith("claude.") or ".messages." in path.name
-)
+FILES = capture_names("claude.", ".messages.")
 # Requests of other conversations that run beside the main one.
 ASIDE = {("claude.interactive", 0), ("claude.subagent", 1), ("claude.subagent", 2),
          ("opencode.messages", 0)}  # fmt: skip
@@ -29,23 +22,10 @@ ASIDE = {("claude.interactive", 0), ("claude.subagent", 1), ("claude.subagent", 
 NO_REASONING = ("copilot-cli.messages", "opencode.messages")
 
 
-def captured(name: str) -> list[dict[str, Any]]:
-    data = gzip.decompress((CLIENTS / f"{name}.json.gz").read_bytes())
-    requests: list[dict[str, Any]] = json.loads(data)["requests"]
-    return requests
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     with serving(Settings(engine="fake", context=65536, max_seqs=2)) as running:
         yield running
-
-
-def prepared(server: Server, body: dict[str, Any]) -> Prepared:
-    service = server.app.state.service
-    assert service is not None
-    request = request_of("messages", json.dumps(body).encode(), service.model)
-    return service.preparer.prepare_now(request)
 
 
 def test_there_are_captures() -> None:
@@ -72,7 +52,7 @@ def test_a_session_only_grows(server: Server, name: str) -> None:
     for index, request in enumerate(captured(name)):
         if (name, index) in ASIDE or request["path"].endswith("count_tokens?beta=true"):
             continue
-        now = prepared(server, request["body"])
+        now = prepared(server, "messages", request["body"])
         if before is not None:
             assert now.text.startswith(before.text)
             shared = len(before.ids) - (name in NO_REASONING)
@@ -88,7 +68,7 @@ def test_a_session_only_grows(server: Server, name: str) -> None:
 def test_deferred_tools_move_nothing(server: Server) -> None:
     """A tool that was searched for is printed at its reference, not among the others."""
     requests = captured("claude.tool-search")
-    first, second = (prepared(server, request["body"]) for request in requests[:2])
+    first, second = (prepared(server, "messages", request["body"]) for request in requests[:2])
     assert '"name": "WebSearch"' not in first.text
     assert "DeferredToolPlaceholder" not in first.text
     tail = second.text[len(first.text) :]
@@ -98,18 +78,18 @@ def test_deferred_tools_move_nothing(server: Server) -> None:
 def test_what_changes_for_no_reason_is_not_in_the_prompt(server: Server) -> None:
     body = captured("claude.messages")[2]["body"]
     assert json.dumps(body).count("cache_control") > 0
-    text = prepared(server, body).text
+    text = prepared(server, "messages", body).text
     assert "x-anthropic-billing-header" not in text
     assert "cache_control" not in text
     assert "signature" not in text.lower()
-    assert "Done" in prepared(server, captured("claude.interactive")[3]["body"]).text
+    assert "Done" in prepared(server, "messages", captured("claude.interactive")[3]["body"]).text
 
 
 def test_an_image_is_a_placeholder(server: Server) -> None:
-    text = prepared(server, captured("claude.image")[0]["body"]).text
+    text = prepared(server, "messages", captured("claude.image")[0]["body"]).text
     assert text.count("[image omitted: this model reads text only]") == 1
 
 
 def test_equal_requests_of_two_agents_are_equal_prompts(server: Server) -> None:
-    one, other = (prepared(server, r["body"]) for r in captured("claude.subagent")[1:])
+    one, other = (prepared(server, "messages", r["body"]) for r in captured("claude.subagent")[1:])
     assert one.ids.tolist() == other.ids.tolist()
