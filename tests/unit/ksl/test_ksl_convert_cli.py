@@ -118,7 +118,11 @@ def put(self, position, data):
 NewFile.put = put
 sys.exit(run(["convert", *sys.argv[1:]]))
 """
-STOPPED = STUCK.replace("threading.Event().wait(60)", "threading.Event().wait(0.2)")
+# A shell's background jobs ignore SIGINT, and so would this process if the suite ran in one.
+STOPPED = (
+    "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    + STUCK.replace("threading.Event().wait(60)", "threading.Event().wait(0.2)")
+)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
