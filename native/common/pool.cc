@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -26,13 +27,14 @@ struct Worker {
 };
 
 // One run is one generation: the caller publishes the task, raises `generation`, works on its own
-// part and waits until `remaining` is 0. Both sides spin for a few microseconds (the stages of a
-// layer follow each other that closely) and then sleep; a side that is about to sleep says so in
-// `parked` or `waiting` before it looks at the counter a last time, so no wake-up is lost.
+// part and waits until `remaining` is 0. Both sides spin for a while and then sleep; a side that is
+// about to sleep says so in `parked` or `waiting` before it looks at the counter a last time, so no
+// wake-up is lost.
 struct Pool {
   int threads;  // the caller included
   int started;  // worker threads that run
-  int nice, spins;
+  int nice;
+  bool spins;
   Worker *workers;  // [threads - 1]
   pthread_mutex_t mutex;
   pthread_cond_t work, done;
@@ -49,7 +51,31 @@ struct Pool {
 
 namespace {
 
-constexpr int kSpins = 300;
+// How long a side spins before it sleeps. Inline stages lie between two runs of a wave, and waking
+// a thread takes longer than all of them; between waves the host needs about as long.
+constexpr int64_t kSpinNs = 100000;
+constexpr int kSpinsPerLook = 64;  // relaxes between two looks at the clock
+
+int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * INT64_C(1000000000) + t.tv_nsec;
+}
+
+// Spins until `ready` or until the time is over; whether it is ready.
+template <typename Ready>
+bool spin(const Pool *pool, Ready ready) {
+  if (ready()) return true;
+  if (!pool->spins) return false;
+  const int64_t end = now_ns() + kSpinNs;
+  do {
+    for (int i = 0; i < kSpinsPerLook; i++) {
+      if (ready()) return true;
+      thread_relax();
+    }
+  } while (now_ns() < end);
+  return false;
+}
 
 void run_part(Pool *pool, int worker) {
   const int64_t units = pool->units;
@@ -61,10 +87,7 @@ void run_part(Pool *pool, int worker) {
 }
 
 void wait_for_work(Pool *pool, uint64_t seen) {
-  for (int i = 0; i < pool->spins; i++) {
-    if (pool->generation.load(std::memory_order_acquire) != seen) return;
-    thread_relax();
-  }
+  if (spin(pool, [=] { return pool->generation.load(std::memory_order_acquire) != seen; })) return;
   pthread_mutex_lock(&pool->mutex);
   pool->parked.fetch_add(1);
   while (pool->generation.load() == seen) pthread_cond_wait(&pool->work, &pool->mutex);
@@ -73,10 +96,7 @@ void wait_for_work(Pool *pool, uint64_t seen) {
 }
 
 void wait_for_done(Pool *pool) {
-  for (int i = 0; i < pool->spins; i++) {
-    if (pool->remaining.load(std::memory_order_acquire) == 0) return;
-    thread_relax();
-  }
+  if (spin(pool, [=] { return pool->remaining.load(std::memory_order_acquire) == 0; })) return;
   pthread_mutex_lock(&pool->mutex);
   pool->waiting.store(1);
   while (pool->remaining.load() != 0) pthread_cond_wait(&pool->done, &pool->mutex);
@@ -152,7 +172,7 @@ Pool *pool_create(int threads, int nice, Alloc *alloc, ksl_error *error) {
   pool->threads = threads;
   pool->nice = nice;
   // With more threads than cores a spinning thread keeps the one it waits for from running.
-  pool->spins = threads <= sysconf(_SC_NPROCESSORS_ONLN) ? kSpins : 0;
+  pool->spins = threads <= sysconf(_SC_NPROCESSORS_ONLN);
   pool->workers = workers;
   pthread_mutex_init(&pool->mutex, nullptr);
   pthread_cond_init(&pool->work, nullptr);

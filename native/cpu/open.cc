@@ -13,7 +13,7 @@ namespace ksl {
 
 // Work below this many multiply-adds is done by the engine thread alone. Test hooks make it 0, so
 // that tests split the stages of small models too.
-static const int64_t kInlineCost = 500000;
+static const int64_t kInlineCost = 100000;
 
 void *own_bytes(Backend *b, size_t bytes) {
   if (b->n_owned == b->owned_capacity) return nullptr;
