@@ -28,7 +28,7 @@ import numpy as np
 from bench.report import Report
 from kslserve.core.request import Message, Request, ResponseFormat, Role, ToolSpec
 from kslserve.ksl.open import bundled_path, open_model
-from kslserve.sched.scheduler import GRACE_S
+from kslserve.sched.flights import GRACE_S
 from kslserve.service.constrain import Constraint
 from kslserve.service.guides import Guides
 from kslserve.text.tokenizer import Tokenizer

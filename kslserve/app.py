@@ -27,8 +27,8 @@ from kslserve.http.router import Router
 from kslserve.http.server import Address, HttpLimits, HttpServer
 from kslserve.metrics import Metrics
 from kslserve.sched.cache.diskthread import DiskThread
+from kslserve.sched.cache.disktier import Disk
 from kslserve.sched.cache.saves import CachePolicy
-from kslserve.sched.cache.tiers import Disk
 from kslserve.sched.scheduler import SchedLimits, Scheduler
 from kslserve.service.prepare import Preparer
 from kslserve.service.recoveries import Recoveries

@@ -18,8 +18,8 @@ from kslserve.errors import KslError
 from kslserve.metrics import Metrics
 from kslserve.sched.cache.checkpoint import Kind
 from kslserve.sched.cache.diskstore import DiskCopy, DiskStore, Found, Scan
+from kslserve.sched.cache.disktier import Disk
 from kslserve.sched.cache.hosttier import Image
-from kslserve.sched.cache.tiers import Disk
 from kslserve.sched.scheduler import Job, SchedLimits, Scheduler, Sequence
 
 SIZES = PoolSizes(

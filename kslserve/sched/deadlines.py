@@ -23,13 +23,16 @@ class Deadlines:
     """queue_s: longest wait for a place; request_s: longest life; 0: none. due: when `callback`
     must run next, in seconds of the scheduler's clock."""
 
-    __slots__ = ("_callback", "_timer", "due", "queue_s", "request_s")
+    __slots__ = ("_call_later", "_callback", "_timer", "due", "queue_s", "request_s")
 
-    def __init__(self, queue_s: float, request_s: float, callback: Callable[[], None]) -> None:
+    def __init__(
+        self, queue_s: float, request_s: float, callback: Callable[[], None], call_later: CallLater
+    ) -> None:
         self.queue_s = queue_s
         self.request_s = request_s
         self.due = NEVER
         self._callback = callback
+        self._call_later = call_later
         self._timer: Timer | None = None
 
     def of(self, sequence: Sequence) -> float:
@@ -39,13 +42,13 @@ class Deadlines:
             due = min(due, sequence.queued + self.queue_s)
         return due
 
-    def watch(self, sequences: Iterable[Sequence], now: float, call_later: CallLater) -> None:
+    def watch(self, sequences: Iterable[Sequence], now: float) -> None:
         """Make sure that the callback runs when the first of them is too old."""
         due = min((self.of(s) for s in sequences), default=NEVER)
         if due < self.due:
             self.stop()
             self.due = due
-            self._timer = call_later(max(0.0, due - now) + SLACK_S, self._fire)
+            self._timer = self._call_later(max(0.0, due - now) + SLACK_S, self._fire)
 
     def error(self, sequence: Sequence, now: float) -> KslError | None:
         """Why it must end now, or None."""

@@ -66,7 +66,7 @@ class Entrance:
     def places_free(self) -> int:
         """Sequences that can be given a slot and a slab now."""
         memory = self._memory
-        slabs = memory.slabs.free + self._cache.lent_slabs
+        slabs = memory.slabs.free + self._cache.device.lent_slabs
         return min(memory.slots.free, slabs, memory.places - len(self._running))
 
     def next(self) -> Sequence | None:

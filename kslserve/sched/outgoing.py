@@ -69,17 +69,11 @@ class Outgoing:
         grants = share(left, [s.last_wave for s in running], budget)
         self.columns = self.prompt = 0
         for sequence, n, remaining in zip(running, grants, left, strict=True):
-            n = sequence.row_limit(n)
-            # Blocks that are promised may still be on their way from a wave in flight.
-            n = self.memory.extend(sequence, sequence.computed + n) - sequence.computed
-            if n <= 0:
-                continue
-            if remaining:
-                sequence.aim_prompt(n, self.cache.cuts(sequence, n))
-                self.prompt += n
-            self.columns += n
-            wave.rows.append(sequence.row)
-            self.sequences.append(sequence)
+            n = self._aim(sequence, n, remaining)
+            if n > 0:
+                self.columns += n
+                wave.rows.append(sequence.row)
+                self.sequences.append(sequence)
         for sequence in self.newcomers:
             if sequence.load is None or not sequence.load.ready:
                 self._set_up(sequence)
@@ -90,6 +84,17 @@ class Outgoing:
             self._edit(sequence)
         all_decode = not self.prompt and len(wave.rows) == everybody
         self.steady = all_decode and len(self.newcomers) == len(waiting)
+
+    def _aim(self, sequence: Sequence, n: int, left: int) -> int:
+        """Plan a sequence's row of at most n columns; how many it has. left: what is to compute of
+        its prompt; the row of one that decodes was aimed when its last token came."""
+        n = sequence.row_limit(n)
+        # Blocks that are promised may still be on their way from a wave in flight.
+        n = self.memory.extend(sequence, sequence.computed + n) - sequence.computed
+        if left and n > 0:
+            sequence.aim_prompt(n, self.cache.cuts.plan(sequence, n))
+            self.prompt += n
+        return n
 
     @property
     def empty(self) -> bool:
@@ -176,7 +181,7 @@ class Outgoing:
         job, before = sequence.job, self.wave.before
         adopted, load = sequence.adopted, sequence.load
         if load is not None:
-            before += self.cache.copy_of(sequence, load.checkpoint)
+            before += self.cache.cuts.copy_of(sequence, load.checkpoint)
         elif adopted is None:
             before.append(StateOp(OpKind.ZERO_SLAB, sequence.slab))
         else:

@@ -22,8 +22,8 @@ from kslserve.metrics import Metrics
 from kslserve.sched.cache.checkpoint import Checkpoint, Kind
 from kslserve.sched.cache.diskstore import DiskStore, StateSizes
 from kslserve.sched.cache.diskthread import DiskThread
+from kslserve.sched.cache.disktier import Disk
 from kslserve.sched.cache.saves import CachePolicy
-from kslserve.sched.cache.tiers import Disk
 from kslserve.sched.scheduler import Job, SchedLimits, Scheduler
 from tests.tiny import tiny_arrays, tiny_spec, tiny_tensors
 from tests.world import Recorder
@@ -308,7 +308,7 @@ async def test_from_host_memory(model: Model, cold: Cold, sampling: SamplingPara
                 cache = warm.scheduler.cache
                 for checkpoint in warm.checkpoints():
                     if checkpoint.device is not None:
-                        cache.evict(checkpoint)
+                        cache.device.evict(checkpoint)
                 deepest = max(c.position for c in cache.match(ids).found if c.position < len(ids))
                 assert deepest >= position
                 await cold.expect(warm, ids, sampling, deepest)
@@ -328,7 +328,7 @@ async def test_from_disk_after_a_restart(
             await cold.expect(warm, ids, sampling, 64)
         ids = np.concatenate([turn, tokens(9, 1)])
         await cold.expect(warm, ids, sampling, len(turn) - 1)
-        assert warm.scheduler.cache.tiers.reads
+        assert warm.scheduler.cache.tiers.disk.reads
 
 
 def damage(folder: Path) -> None:
@@ -346,4 +346,4 @@ async def test_damaged_files_cost_a_prefill_only(model: Model, cold: Cold, tmp_p
     async with rig(model, folder=tmp_path) as warm:
         assert warm.checkpoints()
         await cold.expect(warm, branches(64)[0], GREEDY, 0)
-        assert warm.scheduler.cache.tiers.bad_files
+        assert warm.scheduler.cache.tiers.disk.bad_files

@@ -200,10 +200,10 @@ def test_with_a_disk_tier(policy: CachePolicy) -> None:
     for seed in range(6):
         store = MemoryStore()
         load = play(seed, TIGHT, policy=policy, store=store)
-        assert load.world.scheduler.cache.tiers.writes
+        assert load.world.scheduler.cache.tiers.disk.writes
         # A restart: the same clients again find what the first run left.
         again = play(seed, TIGHT, policy=policy, store=store)
-        reads.append(again.world.scheduler.cache.tiers.reads)
+        reads.append(again.world.scheduler.cache.tiers.disk.reads)
     assert sum(map(bool, reads)) > len(reads) // 2
 
 

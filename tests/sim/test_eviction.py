@@ -78,7 +78,7 @@ class Trace:
             limits={"cache": CachePolicy(interval=128), "context": 1024, "max_queue": 1000},
             options={"strict": False, "wave_s": 0.001, "column_s": 0.0001},
         )
-        self.world.scheduler.cache.score = score
+        self.world.scheduler.cache.device.score = score
         self.prompt_tokens = 0
         self.systems = [text(rng, n) for n in (160, 120, 90)]
         for i in range(14):

@@ -200,7 +200,7 @@ def evict_all(w: World) -> None:
     cache = w.scheduler.cache
     for checkpoint in list(cache.index.checkpoints()):
         if checkpoint.device is not None:
-            cache.evict(checkpoint)
+            cache.device.evict(checkpoint)
 
 
 def test_loading_delays_nobody_else() -> None:
@@ -269,7 +269,7 @@ def test_a_disk_that_is_full_costs_nothing_else() -> None:
         got = w.submit(ask(text(60, seed)))
         w.run()
         assert got.reason is FinishReason.LENGTH
-    assert 3 <= w.scheduler.cache.tiers.write_errors <= 4  # two may be on their way
+    assert 3 <= w.scheduler.cache.tiers.disk.write_errors <= 4  # two may be on their way
     assert store.files == {}
     w.check_all_free()
 
@@ -282,7 +282,7 @@ def test_the_disk_budget_holds() -> None:
     for seed in range(20):
         w.submit(ask(text(60, seed)))
         w.run()
-    assert w.scheduler.cache.tiers.writes > 5
+    assert w.scheduler.cache.tiers.disk.writes > 5
     assert 3 <= len(store.files) <= 5
     assert w.scheduler.snapshot().cache.disk_bytes <= 5 * file
     assert w.scheduler.snapshot().cache.disk == len(store.files)

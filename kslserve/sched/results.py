@@ -1,0 +1,121 @@
+"""Results: what a completed wave did, applied to the sequences that had rows in it."""
+
+from __future__ import annotations
+
+from kslserve.core.usage import FinishReason
+from kslserve.engine.types import Done, RowDone
+from kslserve.errors import BadLogits
+from kslserve.sched.cache.manager import PrefixCache
+from kslserve.sched.limits import SchedMetrics
+from kslserve.sched.memory import Memory
+from kslserve.sched.outgoing import Outgoing
+from kslserve.sched.plan import WaveCost
+from kslserve.sched.roster import Roster
+from kslserve.sched.sequence import Guide, Sequence, State
+
+
+class Results:
+    """Moves positions, notes tokens, ends what is finished and frees what the wave held."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        memory: Memory,
+        cache: PrefixCache,
+        outgoing: Outgoing,
+        cost: WaveCost,
+        metrics: SchedMetrics,
+    ) -> None:
+        self._roster = roster
+        self._memory = memory
+        self._cache = cache
+        self._outgoing = outgoing
+        self._cost = cost
+        self._metrics = metrics
+        self._ended_ns = 0  # when the last wave ended, on the engine's clock
+
+    def apply(self, done: Done) -> None:
+        """A wave completed without a fault; its rows are those of `outgoing`."""
+        roster, outgoing = self._roster, self._outgoing
+        self._memory.complete(done.wave)
+        if self._cache.landing and self._cache.complete():
+            roster.due = True
+        if outgoing.loaded:
+            outgoing.complete()
+        if roster.entrance.waiting:
+            roster.due = True
+        decoding = outgoing.columns - outgoing.prompt
+        prompt = sampled = 0
+        for sequence, result in zip(outgoing.sequences, done.rows, strict=True):
+            if sequence.state is State.ENDED:
+                continue  # by the wave before this one; the engine knew, and did nothing
+            sequence.in_flight -= 1
+            before = sequence.computed
+            sequence.computed = position = result.position
+            if before < sequence.prompt_tokens:
+                prompt += min(position, sequence.prompt_tokens) - before
+            sequence.output += result.tokens
+            if sequence.mark is None:
+                sampled += len(result.tokens)
+                self._row(sequence, result)
+            elif not sequence.in_flight:
+                roster.end(sequence)
+        self._measure(done, decoding, prompt, sampled)
+
+    def _row(self, sequence: Sequence, result: RowDone) -> None:
+        """One row: tell of its tokens, several where drafts were accepted, and end the sequence or
+        aim its next row behind the last of them."""
+        tokens = result.tokens
+        if tokens:
+            self._roster.outbox.spoken.append((sequence, result))
+        elif result.logprobs:
+            sequence.scored = result.position
+            self._roster.outbox.spoken.append((sequence, result))
+        if result.bad_logits:
+            text = "The model produced logits that no token can be sampled from."
+            sequence.mark = (FinishReason.CANCELLED, BadLogits(text))
+        elif result.stop or result.latched:
+            sequence.mark = (FinishReason.STOP, None)
+        elif len(sequence.output) >= sequence.limit:
+            sequence.mark = (sequence.limit_reason, None)
+        elif tokens:
+            guide = sequence.job.guide
+            if guide is None or not self._guide(sequence, guide, result):
+                sequence.aim_decode(tokens[-1])
+                if result.position >= sequence.room:
+                    self._outgoing.steady = False  # it needs its next block
+        if sequence.mark is not None:
+            self._roster.end(sequence)
+
+    def _guide(self, sequence: Sequence, guide: Guide, result: RowDone) -> bool:
+        """Tell a guide of new tokens and append what it forces; True if that ended or re-aimed its
+        sequence."""
+        forced = guide.advance(result.tokens)
+        if not guide.ready or guide.version != sequence.masked:
+            self._outgoing.steady = False
+        if not forced:
+            return False
+        if len(sequence.output) + len(forced) >= sequence.limit:
+            sequence.mark = (sequence.limit_reason, None)
+            return True
+        self._outgoing.steady = False
+        sequence.append(forced)
+        result.tokens = (*result.tokens, *forced)
+        if result.logprobs is not None:
+            result.logprobs = [*result.logprobs, *([(token, 0.0)] for token in forced)]
+        return True
+
+    def _measure(self, done: Done, decoding: int, prompt: int, sampled: int) -> None:
+        """Counts and times of the wave. decoding: its decode rows; prompt and sampled: tokens."""
+        ms = (done.ended_ns - done.started_ns) / 1e6
+        if not self._outgoing.moves:
+            self._cost.observe(self._outgoing.columns, self._outgoing.prompt, ms)
+        metrics = self._metrics
+        metrics.wave_ms.observe(ms)
+        metrics.waves.inc()
+        metrics.prompt_tokens.inc(prompt)
+        metrics.output_tokens.inc(sampled)
+        if decoding:
+            # Each of them had its last token in the wave before.
+            metrics.gap_ms.observe((done.ended_ns - self._ended_ns) / 1e6, decoding)
+        self._ended_ns = done.ended_ns
