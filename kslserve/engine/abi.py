@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 # SHA-256 of native/include/ksl.h; `python build.py abi` writes it, the build refuses another one.
-ABI_HASH = "8168682a74724e8e1c892988c277332a0e6e06451c9c8a6330bcf901ce01ab97"
+ABI_HASH = "95b6f87904fdc87a98cf81028c4a6835b98501dd88d45e1108f89cc133456e26"
 
 
 def header_hash(root: Path) -> str:

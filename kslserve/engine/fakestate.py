@@ -209,7 +209,7 @@ class FakeState:
         for offset, slab in row.cuts:
             self.slabs[slab] = timeline.cut(before + offset)
         slot.drafts = self._propose(row, slot, timeline, result)
-        result.proposed = len(slot.drafts)
+        result.drafts = tuple(slot.drafts)
         return result
 
     def _inputs(self, row: Row, slot: Slot) -> list[int]:

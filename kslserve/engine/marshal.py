@@ -31,8 +31,8 @@ from kslserve.engine.types import (
 from kslserve.errors import EngineError
 
 # The first token by itself: nearly every record has one.
-DONE = struct.Struct("@Q8ii64si3Q")
-MORE_TOKENS = struct.Struct("@16i")
+DONE = struct.Struct("@Q8ii64s64si4Q")
+IDS = struct.Struct("@16i")
 ROW = struct.Struct("@18iP")
 PLAIN_ROW = struct.Struct("@10i40x")  # no cuts, no log-probabilities
 OP = struct.Struct("@4iP")
@@ -261,12 +261,15 @@ class WavePacker:
 def unpack_row(record: tuple[Any, ...], lib: Any) -> RowDone:
     """One done record, a tuple of DONE, as a RowDone."""
     n, flags = record[8], record[4]
-    tokens = record[9:10] if n == 1 else (record[9], *MORE_TOKENS.unpack(record[10]))[:n]
-    done = RowDone(record[2], tokens, record[5], record[6], record[7])
+    tokens = record[9:10] if n == 1 else (record[9], *IDS.unpack(record[10]))[:n]
+    done = RowDone(record[2], tokens, record[5], record[6])
+    if record[7]:
+        done.drafts = IDS.unpack(record[11])[: record[7]]
     if flags:
         done.stop = bool(flags & lib.KSL_DONE_STOP)
         done.latched = bool(flags & lib.KSL_DONE_LATCHED)
         done.bad_logits = bool(flags & lib.KSL_DONE_BAD_LOGITS)
+        done.bad_draft = bool(flags & lib.KSL_DONE_BAD_DRAFT)
     return done
 
 

@@ -89,12 +89,15 @@ class NativeEngine:
         isa: str = "auto",
         threads: int = 0,
         nice: int = 0,
+        draft_margin: float = 0.0,
+        draft_vocab: int = 0,
         test_hooks: bool = False,
         fail_alloc_at: int = 0,
         library: Any = lib,
     ) -> NativeEngine:
         """Repack all weights and allocate all pools; may take long and is safe in a worker thread.
 
+        draft_margin, draft_vocab: when MTP stops drafting and what it may draft, see ksl.h.
         library: the one with the backend, `_kslserve.lib` (CPU) or a `CudaLibrary`.
         Raises ModelFileError for tensors, dimensions or sizes that the engine refuses and
         EngineError when memory is out, with the native text.
@@ -105,6 +108,8 @@ class NativeEngine:
         config.isa = _choice("instruction set", ISAS, isa)
         config.threads = threads
         config.nice = nice
+        config.draft_margin = draft_margin
+        config.draft_vocab = draft_vocab
         config.test_hooks = test_hooks
         config.fail_alloc_at = fail_alloc_at
         table = ffi.new("ksl_tensor[]", max(len(tensors), 1))
@@ -179,7 +184,7 @@ class NativeEngine:
                 continue
             rows, self._rows = self._rows, []
             pending = self._pending.pop(record[0])
-            done = Done(record[0], rows, record[12], record[13], record[14])
+            done = Done(record[0], rows, *record[13:17])
             if record[3] != lib.KSL_OK:
                 done.error = self._fatal_text()
             else:

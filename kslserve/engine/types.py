@@ -108,29 +108,31 @@ class Wave:
 @dataclass(slots=True)
 class RowDone:
     """Result of one row. logprobs: per sampled (or scored) position [(id, logprob), top...], when
-    asked for."""
+    asked for. drafts: the MTP drafts that the slot now holds. bad_draft: the draft head failed."""
 
     slot: int
     tokens: tuple[int, ...]
     position: int
     accepted: int = 0
-    proposed: int = 0
+    drafts: tuple[int, ...] = ()
     stop: bool = False
     latched: bool = False
     bad_logits: bool = False
+    bad_draft: bool = False
     logprobs: list[list[tuple[int, float]]] | None = None
 
 
 @dataclass(slots=True)
 class Done:
     """Result of one wave, rows in row order. error: text of a fatal failure (rows is then empty).
-    Times are CLOCK_MONOTONIC nanoseconds."""
+    Times are CLOCK_MONOTONIC nanoseconds; drafts_ns: of ended - started, what MTP drafting took."""
 
     wave: int
     rows: list[RowDone]
     queued_ns: int = 0
     started_ns: int = 0
     ended_ns: int = 0
+    drafts_ns: int = 0
     error: str | None = None
     taps: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
 

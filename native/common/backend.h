@@ -23,6 +23,7 @@ struct Wave {
   // Set when the engine was closed and its deadline has passed: the backend may then stop between
   // two layers and return KSL_CLOSED; nobody will read what it computed.
   const std::atomic<bool> *abandon;
+  uint64_t *drafts_ns;  // of the end record: how long the MTP drafts took, set by the backend
 };
 
 struct Backend;
@@ -38,8 +39,8 @@ struct BackendOps {
   // threads, isa. The rest comes from the budget; `numerics` is made of isa unless it is set.
   void (*info)(Backend *backend, ksl_info *info);
   // Runs one wave: edits, before ops, rows, after ops. done: [n_rows], zeroed, row/slot/wave set by
-  // the engine; the backend fills flags, position, accepted, proposed, n_tokens, tokens. KSL_OK, or
-  // KSL_FATAL with a text: the engine is then poisoned.
+  // the engine; the backend fills flags, position, accepted, proposed, n_tokens, tokens, drafts.
+  // KSL_OK, or KSL_FATAL with a text: the engine is then poisoned.
   int (*run)(Backend *backend, const Wave *wave, ksl_done *done, ksl_error *error);
   void (*close)(Backend *backend);
 };

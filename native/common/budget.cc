@@ -37,12 +37,16 @@ int check_config(const ksl_config *c, ksl_error *error) {
       {"nice", c->nice, 0, 19},
       {"test_hooks", c->test_hooks, 0, 1},
       {"fail_alloc_at", c->fail_alloc_at, 0, c->test_hooks ? INT64_MAX : 0},
+      {"draft_vocab", c->draft_vocab, 0, INT32_MAX},
   };
   for (const Range &r : ranges)
     if (r.value < r.low || r.value > r.high)
       return fail(error, KSL_INVALID, "config: %s is %lld, must be %lld to %lld", r.field,
                   static_cast<long long>(r.value), static_cast<long long>(r.low),
                   static_cast<long long>(r.high));
+  if (!(c->draft_margin >= 0 && c->draft_margin <= 1e6f))
+    return fail(error, KSL_INVALID, "config: draft_margin is %g, must be 0 to 1e6",
+                static_cast<double>(c->draft_margin));
   if (c->block_tokens % 16 != 0)
     return fail(error, KSL_INVALID, "config: block_tokens is %d, must be a multiple of 16",
                 c->block_tokens);

@@ -84,12 +84,6 @@ constexpr clockid_t kWaitClock = CLOCK_REALTIME;  // conditions know no other cl
 constexpr clockid_t kWaitClock = CLOCK_MONOTONIC;
 #endif
 
-uint64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return static_cast<uint64_t>(t.tv_sec) * 1000000000u + static_cast<uint64_t>(t.tv_nsec);
-}
-
 // ---------------------------------------------------------------- descriptor
 
 int event_open(ksl_engine *e, ksl_error *error) {
@@ -163,6 +157,7 @@ void run_wave(ksl_engine *e, RingEntry *entry) {
   end.flags = KSL_DONE_WAVE_END;
   end.queued_ns = entry->queued_ns;
   end.started_ns = now_ns();
+  wave->drafts_ns = &end.drafts_ns;
   for (int i = 0; i < wave->n_rows; i++) {
     e->scratch[i] = ksl_done();
     e->scratch[i].wave = wave->id;

@@ -4,7 +4,6 @@
 #include <pthread.h>
 #include <signal.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -53,21 +52,15 @@ namespace {
 
 // How long a side spins before it sleeps. Inline stages lie between two runs of a wave, and waking
 // a thread takes longer than all of them; between waves the host needs about as long.
-constexpr int64_t kSpinNs = 100000;
+constexpr uint64_t kSpinNs = 100000;
 constexpr int kSpinsPerLook = 64;  // relaxes between two looks at the clock
-
-int64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return t.tv_sec * INT64_C(1000000000) + t.tv_nsec;
-}
 
 // Spins until `ready` or until the time is over; whether it is ready.
 template <typename Ready>
 bool spin(const Pool *pool, Ready ready) {
   if (ready()) return true;
   if (!pool->spins) return false;
-  const int64_t end = now_ns() + kSpinNs;
+  const uint64_t end = now_ns() + kSpinNs;
   do {
     for (int i = 0; i < kSpinsPerLook; i++) {
       if (ready()) return true;

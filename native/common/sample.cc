@@ -182,13 +182,14 @@ int filter_top_p(const float *logits, int32_t *ids, int n, float most, float tem
 }
 
 // argmax(scaled + G) over the candidates that min_p leaves. Noise is computed only where its bound
-// could still win, which changes nothing in the result.
+// could still win, or be second where that is wanted, which changes nothing in the result.
 struct Chooser {
   const float *logits;
   float most, temperature;
   float min_p, min_scaled;  // min_scaled: a little below log(min_p), -inf when off
   uint64_t key;
-  double best;
+  bool wants_second;
+  double best, second;
   int32_t id;
 
   void offer(int32_t i) {
@@ -196,18 +197,22 @@ struct Chooser {
     const float scaled = scaled_of(logits[i], most, temperature);
     if (scaled < min_scaled) return;
     const uint64_t word = hash_at(key, static_cast<uint64_t>(i));
-    if (static_cast<double>(scaled + noise_bound(word)) < best) return;
+    if (static_cast<double>(scaled + noise_bound(word)) < (wants_second ? second : best)) return;
     if (min_p > 0 && exp_f32(scaled) < min_p) return;
     const double score = static_cast<double>(scaled) + noise_of(word);
     if (score > best || (score == best && i < id) || id < 0) {
+      second = best;
       best = score;
       id = i;
+    } else if (score > second) {
+      second = score;
     }
   }
 };
 
+// lead: null, or by how much the score of the chosen id leads the second best one.
 int32_t choose(const SlotState *slot, const float *logits, int vocab, float most, int64_t position,
-               int32_t *ids) {
+               int32_t *ids, double *lead) {
   const float temperature = slot->temperature;
   int n = -1;  // all
   if (slot->top_k > 0 && slot->top_k < vocab) n = select_top(logits, vocab, slot->top_k, ids);
@@ -227,19 +232,21 @@ int32_t choose(const SlotState *slot, const float *logits, int vocab, float most
   chooser.min_scaled =
       slot->min_p >= 0x1p-100f ? static_cast<float>(log_f64(slot->min_p)) - 1e-3f : kNone;
   chooser.key = noise_key(slot->seed, position);
-  chooser.best = static_cast<double>(kNone);
+  chooser.wants_second = lead != nullptr;
+  chooser.best = chooser.second = static_cast<double>(kNone);
   chooser.id = -1;
   if (n < 0) {
     for (int32_t i = 0; i < vocab; i++) chooser.offer(i);
   } else {
     for (int i = 0; i < n; i++) chooser.offer(ids[i]);
   }
+  if (lead != nullptr) *lead = chooser.best - chooser.second;
   return chooser.id;
 }
 
 bool sample_logits(SlotState *slot, const float *raw, int vocab, int token_limit, int64_t position,
                    const int32_t *drafts, int n_drafts, SampleScratch *scratch, float *adjusted,
-                   int32_t *id) {
+                   int32_t *id, double *lead) {
   if (!usable(raw, vocab)) return false;
   float *logits = scratch->logits;
   adjust(slot, raw, vocab, drafts, n_drafts, logits);
@@ -254,9 +261,15 @@ bool sample_logits(SlotState *slot, const float *raw, int vocab, int token_limit
     int32_t first = 0;
     while (logits[first] != most) first++;
     *id = first;
+    if (lead != nullptr) {
+      float second = kNone;
+      for (int i = 0; i < token_limit; i++)
+        second = i != first && logits[i] > second ? logits[i] : second;
+      *lead = static_cast<double>(most) - static_cast<double>(second);
+    }
     return true;
   }
-  *id = choose(slot, logits, token_limit, most, position, scratch->ids);
+  *id = choose(slot, logits, token_limit, most, position, scratch->ids, lead);
   return true;
 }
 
@@ -405,14 +418,17 @@ bool sample_token(SlotState *slot, const float *logits, int vocab, int token_lim
     return true;
   }
   return sample_logits(slot, logits, vocab, token_limit, position, drafts, n_drafts, scratch,
-                       adjusted, id);
+                       adjusted, id, nullptr);
 }
 
 bool sample_draft(SlotState *slot, const float *logits, int vocab, int token_limit,
-                  int64_t position, const int32_t *drafts, int n_drafts, SampleScratch *scratch,
-                  int32_t *id) {
-  return sample_logits(slot, logits, vocab, token_limit, position, drafts, n_drafts, scratch,
-                       nullptr, id);
+                  int64_t position, float margin, SampleScratch *scratch, int32_t *id) {
+  double lead = 0;
+  if (!sample_logits(slot, logits, vocab, token_limit, position, slot->drafts, slot->n_drafts,
+                     scratch, nullptr, id, margin > 0 ? &lead : nullptr))
+    return false;
+  if (margin > 0 && lead < static_cast<double>(margin)) *id = -1;
+  return true;
 }
 
 bool slot_commit(SlotState *slot, int32_t id) {

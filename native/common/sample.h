@@ -62,10 +62,11 @@ bool sample_token(SlotState *slot, const float *logits, int vocab, int token_lim
                   int64_t position, const int32_t *drafts, int n_drafts, SampleScratch *scratch,
                   float *adjusted, int32_t *id);
 
-// The same for a draft head: forced ids are neither used nor consumed.
+// The same for a draft head, after the drafts that the slot holds: forced ids are neither used nor
+// consumed. id is -1 where the score of the best id leads that of the second best one by less than
+// `margin`.
 bool sample_draft(SlotState *slot, const float *logits, int vocab, int token_limit,
-                  int64_t position, const int32_t *drafts, int n_drafts, SampleScratch *scratch,
-                  int32_t *id);
+                  int64_t position, float margin, SampleScratch *scratch, int32_t *id);
 
 // Counts a committed output id (penalties), sets last_token, latches on a stop id; true if it
 // stops.

@@ -180,6 +180,7 @@ int cpu_run(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
     RowPlan *plan = &b->rows[i];
     if (plan->n) plan->done->position = plan->row->start + plan->committed;
     plan->done->proposed = plan->slot->n_drafts;
+    memcpy(plan->done->drafts, plan->slot->drafts, plan->slot->n_drafts * sizeof(int32_t));
   }
   for (int i = 0; i < wave->n_after; i++) run_op(b, &wave->after[i]);
   b->wave = nullptr;

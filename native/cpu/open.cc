@@ -233,6 +233,12 @@ int fill_backend(Backend *b, const TensorTable *tensors, ksl_error *error) {
     b->frequency[j] = pow(spec->rope_theta, -2.0 * j / spec->rotary_dims);
   }
   int code = load_weights(b, tensors, error);
+  b->draft_head = b->head;
+  if (config->draft_vocab > 0 && config->draft_vocab < spec->vocab) {
+    b->draft_head.rows = config->draft_vocab;
+  }
+  b->draft_vocab = b->draft_head.rows;
+  b->draft_limit = b->draft_vocab < spec->token_limit ? b->draft_vocab : spec->token_limit;
   if (!code) code = make_pools(b, error);
   if (!code) code = make_scratch(b, error);
   if (code) return code;

@@ -110,6 +110,11 @@ void head_logits(Backend *b, int n) {
   project(b, &projection, 1, b->head_in, b->hidden_stride, n);
 }
 
+void draft_logits(Backend *b, int n) {
+  const Projection projection = {&b->draft_head, b->logits, b->vocab_stride};
+  project(b, &projection, 1, b->head_in, b->hidden_stride, n);
+}
+
 void stage_final_norm(void *context, int) {
   Backend *b = static_cast<Backend *>(context);
   norm_columns(b, b->x, b->final_norm, b->final, b->batch->n);

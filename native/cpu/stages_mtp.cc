@@ -3,6 +3,7 @@
 // (token p, trunk hidden p - 1); there is no row 0.
 #include <string.h>
 
+#include "../common/thread.h"
 #include "state.h"
 
 namespace ksl {
@@ -30,15 +31,19 @@ struct DraftTask {
 void draft_task(void *context, int worker, int begin, int end) {
   const DraftTask *t = static_cast<const DraftTask *>(context);
   Backend *b = t->b;
-  const ModelSpec *s = b->spec;
   for (int i = begin; i < end; i++) {
     RowPlan *row = &b->rows[t->jobs[i].row];
     SlotState *slot = row->slot;
     const int64_t position =
         static_cast<int64_t>(row->row->start) + row->committed + 1 + t->jobs[i].offset;
     int32_t id = -1;
-    if (!sample_draft(slot, b->logits + i * b->vocab_stride, s->vocab, s->token_limit, position,
-                      slot->drafts, slot->n_drafts, &b->workers[worker].sample, &id)) {
+    if (!sample_draft(slot, b->logits + i * b->vocab_stride, b->draft_vocab, b->draft_limit,
+                      position, b->config->draft_margin, &b->workers[worker].sample, &id)) {
+      row->done->flags |= KSL_DONE_BAD_DRAFT;
+      row->ended = true;
+      continue;
+    }
+    if (id < 0) {
       row->ended = true;
       continue;
     }
@@ -144,6 +149,7 @@ void mtp_propose(Backend *b) {
     jobs[n++] = {r, 0};
   }
   if (!n) return;
+  const uint64_t begun = now_ns();
   b->batch = &b->drafts;
   for (int step = 0; (n = gather_drafts(b, jobs, n, step)) > 0; step++) {
     batch_rotary(b, b->batch);
@@ -156,12 +162,13 @@ void mtp_propose(Backend *b) {
         memcpy(b->head_in + c * b->hidden_stride, b->chain + (first + c) * b->hidden_stride,
                b->spec->hidden * sizeof(float));
       }
-      head_logits(b, part);
+      draft_logits(b, part);
       DraftTask task = {b, jobs + first};
-      parallel(b, part, static_cast<int64_t>(part) * b->spec->vocab * 8, draft_task, &task);
+      parallel(b, part, static_cast<int64_t>(part) * b->draft_vocab * 8, draft_task, &task);
     }
   }
   b->batch = &b->trunk;
+  *b->wave->drafts_ns = now_ns() - begun;
 }
 
 }  // namespace ksl

@@ -90,6 +90,8 @@ struct Backend {
   // weights
   LayerWeights *layers;  // [layers + mtp_layers]
   Matrix embedding, head;
+  Matrix draft_head;             // the first rows of the head: the ids that drafts may have
+  int draft_vocab, draft_limit;  // its rows, and those of them that are sampled from
   float *final_norm;
   Matrix mtp_fc;
   float *mtp_norm_embedding, *mtp_norm_hidden, *mtp_norm;
@@ -229,6 +231,8 @@ void stage_final_norm(void *context, int layer);
 void stage_head(void *context, int layer);
 // Logits of given hidden states [n <= kHeadBatch] into b->logits.
 void head_logits(Backend *b, int n);
+// The same for the ids that may be drafted.
+void draft_logits(Backend *b, int n);
 
 void stage_mtp_input(void *context, int layer);
 void stage_mtp_norm(void *context, int layer);

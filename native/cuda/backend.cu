@@ -340,6 +340,7 @@ int cuda_run(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
     RowPlan *plan = &b->rows[i];
     if (plan->n) plan->done->position = plan->row->start + plan->committed;
     plan->done->proposed = plan->slot->n_drafts;
+    memcpy(plan->done->drafts, plan->slot->drafts, plan->slot->n_drafts * sizeof(int32_t));
   }
   for (int i = 0; i < wave->n_after && !code; i++) run_op(b, &wave->after[i]);
   // Saved images and taps are the caller's when the wave ends.

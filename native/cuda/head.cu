@@ -1,6 +1,7 @@
 // Head columns, sampling and acceptance, and the MTP drafts that follow.
 #include <string.h>
 
+#include "../common/thread.h"
 #include "embed/embed.cuh"
 #include "head/gather.cuh"
 #include "mtp/input.cuh"
@@ -222,6 +223,7 @@ void mtp_propose(Backend *b) {
     jobs[n++] = {r, 0};
   }
   if (!n) return;
+  const uint64_t begun = now_ns();
   const Columns trunk = b->batch;
   const int capacity = b->column_capacity;
   int32_t *token = b->columns + kToken * capacity, *position = b->columns + kPosition * capacity;
@@ -285,6 +287,7 @@ void mtp_propose(Backend *b) {
       Slot *slot = row->slot;
       const int32_t id = b->ids[i];
       if (id < 0) {
+        row->done->flags |= KSL_DONE_BAD_DRAFT;
         row->ended = true;
         continue;
       }
@@ -295,6 +298,7 @@ void mtp_propose(Backend *b) {
   }
   b->trunk = true;
   b->batch = trunk;
+  *b->wave->drafts_ns = now_ns() - begun;
 }
 
 }  // namespace ksl

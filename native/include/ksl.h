@@ -107,6 +107,12 @@ typedef struct ksl_config {
   int32_t isa, threads, nice; /* threads 0: one per core */
   int32_t test_hooks;         /* FORCE and fault hooks are refused unless set */
   int64_t fail_alloc_at;      /* test hook: the n-th allocation of open fails; 0 never */
+  /* MTP drafts. draft_margin: a chain ends before a draft whose score leads the second best one by
+     less, in units of logit / temperature (of logits at temperature 0), noise included; 0: never.
+     draft_vocab: ids from this on are not drafted, and their part of the head is not read;
+     0: all. */
+  float draft_margin;
+  int32_t draft_vocab;
 } ksl_config;
 
 typedef struct ksl_info {
@@ -246,7 +252,9 @@ enum {
   KSL_DONE_STOP = 1,       /* the last id of `tokens` is a stop id; the slot is latched */
   KSL_DONE_LATCHED = 2,    /* the slot was latched before: nothing was computed */
   KSL_DONE_BAD_LOGITS = 4, /* NaN, or nothing left to sample from: the slot is latched */
-  KSL_DONE_WAVE_END = 8    /* the record that ends a wave: row = -1 */
+  KSL_DONE_WAVE_END = 8,   /* the record that ends a wave: row = -1 */
+  KSL_DONE_BAD_DRAFT = 16  /* the draft head gave logits that nothing can be drawn from: the chain
+                              ended there, the row itself is good */
 };
 
 /* One record per row in row order, then one with WAVE_END. */
@@ -257,11 +265,13 @@ typedef struct ksl_done {
   int32_t flags;
   int32_t position; /* positions computed and committed for this slot's sequence */
   int32_t accepted; /* drafts that were accepted */
-  int32_t proposed; /* MTP drafts now held by the slot */
+  int32_t proposed; /* MTP drafts now held by the slot: drafts[0 .. proposed) */
   int32_t n_tokens;
   int32_t tokens[17]; /* sampled ids, oldest first */
+  int32_t drafts[16];
   int32_t reserved;
   uint64_t queued_ns, started_ns, ended_ns; /* CLOCK_MONOTONIC; wave end only */
+  uint64_t drafts_ns; /* of ended - started, what MTP drafting took; wave end only */
 } ksl_done;
 
 typedef struct ksl_progress {

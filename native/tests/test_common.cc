@@ -852,6 +852,8 @@ void test_open_checks() {
       {"ring_depth is 0", [](ksl_config *c) { c->ring_depth = 0; }},
       {"kv_format is 7", [](ksl_config *c) { c->kv_format = 7; }},
       {"nice is 20", [](ksl_config *c) { c->nice = 20; }},
+      {"draft_margin is -1", [](ksl_config *c) { c->draft_margin = -1; }},
+      {"draft_vocab is -1", [](ksl_config *c) { c->draft_vocab = -1; }},
       {"fail_alloc_at is 1", [](ksl_config *c) { c->test_hooks = 0, c->fail_alloc_at = 1; }},
   };
   ksl_tensor t = norm_tensor();
@@ -1068,7 +1070,7 @@ void test_sampler_slot() {
   // Forced ids come first, drafts do not use them.
   k.slot.forced[0] = 3;
   k.slot.forced_n = 1;
-  CHECK(sample_draft(&k.slot, logits.data(), 8, 8, 0, nullptr, 0, &k.scratch, &id) && id == 4);
+  CHECK(sample_draft(&k.slot, logits.data(), 8, 8, 0, 0.0f, &k.scratch, &id) && id == 4);
   CHECK(k.at(logits, 0) == 3);
   CHECK(k.at(logits, 0) == 4);
   // Configuring again forgets everything.

@@ -44,6 +44,7 @@ class RowResult:
     proposed: int
     flags: int
     logprobs: list[list[tuple[int, float]]] | None = None
+    drafts: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -78,6 +79,8 @@ class Driver:
         threads: int = 1,
         fail_alloc_at: int = 0,
         test_hooks: bool = True,
+        draft_margin: float = 0.0,
+        draft_vocab: int = 0,
         library: Any = lib,
     ) -> None:
         self.library = library
@@ -114,6 +117,7 @@ class Driver:
         config.isa, config.threads = ISA_NAMES[isa], threads
         config.test_hooks = int(test_hooks)
         config.fail_alloc_at = fail_alloc_at
+        config.draft_margin, config.draft_vocab = draft_margin, draft_vocab
         table = ffi.new("ksl_tensor[]", len(tensors))
         for entry, tensor in zip(table, tensors, strict=True):
             keep.append(ffi.new("char[]", tensor.name.encode()))
@@ -228,6 +232,7 @@ class Driver:
                     record.proposed,
                     record.flags,
                     entries,
+                    list(record.drafts)[: record.proposed],
                 )
             )
         for index, (name, array) in enumerate(zip(taps, arrays, strict=True)):

@@ -68,7 +68,7 @@ class Drafting:
             if "embed" in done.taps:
                 self.drafts.append(done.taps["embed"].tobytes())
             for row in done.rows:
-                self._proposed[row.slot] = row.proposed
+                self._proposed[row.slot] = len(row.drafts)
             on_done(done)
 
         self._engine.start(spy)

@@ -14,7 +14,7 @@ from kslserve.core.sampling import SamplingParams
 from kslserve.engine.types import Draft, OpKind, RowKind, SlotConfig, StateOp
 from tests.native.conftest import Engines
 from tests.native.driver import ISA_PATHS, Driver, Stream
-from tests.tiny import tiny_arrays, tiny_spec, tiny_values
+from tests.tiny import tiny_arrays, tiny_spec, tiny_tensors, tiny_values
 
 IDS = np.random.default_rng(9).integers(0, 199, 200).astype(np.int32)
 GREEDY = SamplingParams(temperature=0.0)
@@ -176,6 +176,93 @@ def test_a_draft_shares_the_noise_of_its_position(tiny: Driver) -> None:
         assert draft == sampled(tiny, taps["mtp_logits"][-1], config, 21)
         agreed += draft == sampled(tiny, taps["logits"][-1], config, 21)
     assert agreed < 12
+
+
+def first_drafts(driver: Driver, sampling: SamplingParams, depth: int) -> list[list[int]]:
+    """The drafts after each of twelve prompts."""
+    found = []
+    for seed in range(12):
+        stream = driver.begin(0, sampling=sampling, seed=seed)
+        row = stream.row(RowKind.LAST, IDS[seed : seed + 20], propose=depth)
+        found.append(stream.run(row).rows[0].drafts)
+    return found
+
+
+def test_the_record_says_what_was_drafted(tiny: Driver) -> None:
+    for seed, drafts in enumerate(first_drafts(tiny, HOT, 7)):
+        stream = tiny.begin(0, sampling=HOT, seed=seed)
+        stream.last(IDS[seed : seed + 20], propose=7)
+        assert drafts == drafted(tiny, stream, 7)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, HOT])
+def test_a_chain_ends_where_two_drafts_are_close(tiny: Driver, sampling: SamplingParams) -> None:
+    """A margin cuts chains and changes nothing before the cut; a great one leaves those ids that
+    are the only candidate."""
+    spec = tiny_spec()
+    tensors = tiny_tensors(spec, tiny_arrays(spec), "mixed")
+    whole = first_drafts(tiny, sampling, 5)
+    lengths = []
+    for margin in (0.0, 0.1, 0.5, 1e5):
+        with Driver(spec, tensors, draft_margin=margin) as driver:
+            cut = first_drafts(driver, sampling, 5)
+        for some, all_ in zip(cut, whole, strict=True):
+            assert some == all_[: len(some)]
+        lengths.append(sum(map(len, cut)))
+    assert lengths[0] == 60 > lengths[1] > lengths[2] > lengths[3]
+    assert lengths[3] == 0 or sampling is HOT
+
+
+def test_the_margin_is_that_of_the_two_best_logits(tiny: Driver) -> None:
+    spec = tiny_spec()
+    margin = 0.3
+    with Driver(spec, tiny_tensors(spec, tiny_arrays(spec), "mixed"), draft_margin=margin) as cut:
+        kept = first_drafts(cut, GREEDY, 1)
+    for seed, drafts in enumerate(kept):
+        stream = tiny.begin(0)
+        token = stream.last(IDS[seed : seed + 20])
+        forced = tiny.begin(1)
+        row = forced.row(RowKind.PREFILL, np.append(IDS[seed : seed + 20], token))
+        logits = forced.run(row, ["mtp_logits"]).taps["mtp_logits"][-1][: spec.token_limit]
+        second, first = np.sort(logits)[-2:]
+        assert bool(drafts) == (first - second >= margin)
+    assert 0 < sum(map(len, kept)) < 12
+
+
+@each_sampling
+def test_a_cap_of_the_draft_vocabulary(tiny: Driver, sampling: SamplingParams) -> None:
+    """Ids from the cap on are not drafted; of the others the one that the sampler would choose if
+    there were no more is, and what is sampled stays the same."""
+    spec, cap = tiny_spec(), 100
+    with Driver(spec, tiny_tensors(spec, tiny_arrays(spec), "mixed"), draft_vocab=cap) as driver:
+        for seed in range(8):
+            prompt = IDS[seed : seed + 20]
+            stream = driver.begin(0, sampling=sampling, seed=seed, prompt_ids=prompt)
+            done = stream.run(stream.row(RowKind.LAST, prompt, propose=4)).rows[0]
+            assert max(done.drafts) < cap
+            plain = tiny.begin(0, sampling=sampling, seed=seed, prompt_ids=prompt)
+            assert done.tokens == [plain.last(prompt)]
+            forced = driver.begin(1)
+            row = forced.row(RowKind.PREFILL, np.append(prompt, done.tokens))
+            logits = forced.run(row, ["mtp_logits"]).taps["mtp_logits"][-1].copy()
+            logits[cap:] = -np.inf
+            config = SlotConfig(sampling, seed, (), prompt, done.tokens)
+            assert done.drafts[0] == sampled(driver, logits, config, 21)
+
+
+def test_a_draft_head_that_fails_spoils_nothing() -> None:
+    spec = tiny_spec()
+    arrays = tiny_arrays(spec)
+    good = tiny_tensors(spec, arrays, "f32")
+    arrays["mtp.norm.weight"] = np.full_like(arrays["mtp.norm.weight"], np.nan)
+    with Driver(spec, good) as plain, Driver(spec, tiny_tensors(spec, arrays, "f32")) as driver:
+        expected, stream = plain.begin(0), driver.begin(0)
+        ids = [expected.last(IDS[:20]), *expected.decode(4)]
+        done = stream.run(stream.row(RowKind.LAST, IDS[:20], propose=3)).rows[0]
+        assert (done.flags, done.tokens, done.drafts) == (lib.KSL_DONE_BAD_DRAFT, ids[:1], [])
+        done = stream.verify(-1, ids[1:3], propose=1)
+        assert (done.flags, done.tokens) == (lib.KSL_DONE_BAD_DRAFT, ids[1:4])
+        assert stream.decode(1) == ids[4:]
 
 
 def test_drafts_count_the_drafts_before_them(tiny: Driver) -> None:

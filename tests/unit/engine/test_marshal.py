@@ -43,9 +43,10 @@ def test_field_order_of_structs() -> None:
         assert [getattr(struct, field) for field in ints] == list(range(1, len(ints) + 1))
     done = ffi.new("ksl_done *")
     done.wave, done.row, done.flags, done.n_tokens, done.ended_ns = 7, 1, 8, 3, 99
-    done.tokens = list(range(17))
+    done.tokens, done.drafts, done.drafts_ns = list(range(17)), list(range(50, 66)), 5
     record = marshal.DONE.unpack(ffi.buffer(done))
-    assert (record[0], record[1], record[4], record[8], record[14]) == (7, 1, 8, 3, 99)
+    assert (record[0], record[1], record[4], record[8], *record[15:]) == (7, 1, 8, 3, 99, 5)
+    assert marshal.IDS.unpack(record[11]) == tuple(range(50, 66))
     assert marshal.unpack_row(record, lib).tokens == (0, 1, 2)
     done.n_tokens = 17
     record = marshal.DONE.unpack(ffi.buffer(done))
