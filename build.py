@@ -49,8 +49,8 @@ COMMON_FLAGS = [
 # One object per instruction set; the others are compiled for the platform's baseline.
 ISA_FLAGS = {
     "isa_avx2": ["-mavx2", "-mfma", "-mf16c"],
-    "isa_avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vbmi", "-mfma",
-                   "-mf16c", "-mprefer-vector-width=512"],
+    "isa_avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vbmi",
+                   "-mavx512vnni", "-mfma", "-mf16c", "-mprefer-vector-width=512"],
 }  # fmt: skip
 # No contraction behind the source's back: sums and sampling must have the same bits everywhere.
 CUDA_FLAGS = [

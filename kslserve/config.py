@@ -70,7 +70,8 @@ class Settings:
         "auto", "choice", "encoding of the output head", choices=("auto", "fp6", "nvfp4", "bf16")
     )
     activations: str = _s(
-        "auto", "choice", "activation arithmetic; auto: the backend's own choice",
+        "auto", "choice",
+        "activations of matrix products; auto: the backend's own (CPU: int8)",
         choices=("auto", "float"),
     )  # fmt: skip
     device: str = _s(

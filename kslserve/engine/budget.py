@@ -92,9 +92,11 @@ def slot_bytes(spec: ModelSpec, blocks_per_slot: int) -> int:
     return 8 * blocks_per_slot + 4 * spec.vocab + 8 * words + 8 * _BIAS_MAX
 
 
-def workspace_bytes(spec: ModelSpec, slots: int, wave_columns: int, threads: int) -> int:
+def workspace_bytes(
+    spec: ModelSpec, slots: int, wave_columns: int, threads: int, int8: bool = True
+) -> int:
     """Bytes of the activations of the widest wave. Mixers, MLP and the MTP join never live at the
-    same time, so the largest of them counts."""
+    same time, so the largest of them counts. int8: activations are rounded for products."""
     linear_layers = sum(kind == "linear" for kind in spec.layer_kinds)
     value_width = spec.lin_value_heads * spec.lin_value_dim
     query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
@@ -117,7 +119,20 @@ def workspace_bytes(spec: ModelSpec, slots: int, wave_columns: int, threads: int
     queries = 3 * _padded(_ATTENTION_QUERIES * spec.head_dim) + 4 * _padded(_ATTENTION_QUERIES)
     worker = 32 * tile + 2 * spec.vocab + queries
     worker += (1 + _DRAFTS_MAX) * (conv + value)
-    return 4 * (floats + threads * worker)
+    total = 4 * (floats + threads * worker)
+    if int8:
+        inputs = [spec.intermediate, spec.hidden * (2 if spec.mtp_layers else 1)]
+        inputs += [value_width] if linear_layers else []
+        inputs += [query] if kv_layers(spec) else []
+        total += wave_columns * quantized_bytes(max(inputs))
+    return total
+
+
+def quantized_bytes(columns: int) -> int:
+    """Bytes of one input of a product in int8: codes, and per 128 a scale and a sum, per 16 a
+    sum."""
+    blocks = -(-columns // 128)
+    return -(-blocks * (128 + 4 + 4 + 8 * 4) // 64) * 64
 
 
 def _padded(floats: int) -> int:

@@ -32,6 +32,7 @@ KV_FORMATS = {
     "fp8": lib.KSL_KV_FP8,
     "q4": lib.KSL_KV_Q4,
 }
+ACTIVATIONS = {"auto": lib.KSL_ACT_AUTO, "float": lib.KSL_ACT_FLOAT}
 ISAS = {
     "auto": lib.KSL_ISA_AUTO,
     "scalar": lib.KSL_ISA_SCALAR,
@@ -86,6 +87,7 @@ class NativeEngine:
         pools: PoolSizes,
         *,
         kv_format: str,
+        activations: str = "auto",
         isa: str = "auto",
         threads: int = 0,
         nice: int = 0,
@@ -105,6 +107,7 @@ class NativeEngine:
         keep: list[Any] = []
         config = _config(spec, pools, keep)
         config.kv_format = _choice("KV format", KV_FORMATS, kv_format)
+        config.activations = _choice("activation arithmetic", ACTIVATIONS, activations)
         config.isa = _choice("instruction set", ISAS, isa)
         config.threads = threads
         config.nice = nice

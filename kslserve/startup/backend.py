@@ -163,6 +163,7 @@ def _open_engine(
         model.tensors,
         sizes,
         kv_format=kv_format(settings),
+        activations=settings.activations,
         isa=settings.cpu,
         threads=settings.threads,
         nice=settings.cpu_nice,

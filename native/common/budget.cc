@@ -32,6 +32,7 @@ int check_config(const ksl_config *c, ksl_error *error) {
       {"wave_columns", c->wave_columns, 1, 1 << 16},
       {"ring_depth", c->ring_depth, 1, 64},
       {"kv_format", c->kv_format, KSL_KV_F32, KSL_KV_Q4},
+      {"activations", c->activations, KSL_ACT_AUTO, KSL_ACT_FLOAT},
       {"isa", c->isa, KSL_ISA_AUTO, KSL_ISA_AVX512},
       {"threads", c->threads, 0, 256},
       {"nice", c->nice, 0, 19},

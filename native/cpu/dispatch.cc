@@ -33,9 +33,10 @@ Features detect() {
   const uint64_t saved = saved_state(), ymm = 0x06, zmm = 0xe6;
   const uint32_t avx2 = 1u << 5;
   found.avx2 = (b7 & avx2) && (saved & ymm) == ymm;
-  const uint32_t f = 1u << 16, dq = 1u << 17, bw = 1u << 30, vl = 1u << 31, vbmi = 1u << 1;
-  found.avx512 = found.avx2 && (b7 & (f | dq | bw | vl)) == (f | dq | bw | vl) && (c7 & vbmi) &&
-                 (saved & zmm) == zmm;
+  const uint32_t f = 1u << 16, dq = 1u << 17, bw = 1u << 30, vl = 1u << 31;
+  const uint32_t vbmi = 1u << 1, vnni = 1u << 11;
+  found.avx512 = found.avx2 && (b7 & (f | dq | bw | vl)) == (f | dq | bw | vl) &&
+                 (c7 & (vbmi | vnni)) == (vbmi | vnni) && (saved & zmm) == zmm;
   return found;
 }
 

@@ -46,19 +46,37 @@ KSL_INLINE float block_scale(const Matrix *w, int panel, int block) {
   return scale * (1.0f / D::kUnit);
 }
 
+// Columns 4 J to 4 J + 3 of a group, times kUnit.
+template <class D, int J>
+KSL_STEP void decode_quad(const uint8_t *g, typename D::Aux aux, V (&out)[4]) {
+  if constexpr (D::kBytes) {
+    const U bytes = D::template bytes<J>(g);
+    out[0] = v_of_byte<0>(bytes);
+    out[1] = v_of_byte<1>(bytes);
+    out[2] = v_of_byte<2>(bytes);
+    out[3] = v_of_byte<3>(bytes);
+    if constexpr (D::kGroupScales) {
+      for (int i = 0; i < 4; i++) out[i] = v_mul(out[i], aux);
+    }
+  } else {
+    D::template pair<2 * J>(g, aux, out[0], out[1]);
+    D::template pair<2 * J + 1>(g, aux, out[2], out[3]);
+  }
+}
+
 template <class D, int J, int P, int C>
-KSL_STEP void direct_pair(const uint8_t *const *g, const typename D::Aux *aux,
+KSL_STEP void direct_quad(const uint8_t *const *g, const typename D::Aux *aux,
                           const float *const *x, V (&sum)[P][C]) {
-  V even[P], odd[P];
+  V w[P][4];
 #pragma GCC unroll 8
-  for (int p = 0; p < P; p++) D::template pair<J>(g[p], aux[p], even[p], odd[p]);
+  for (int p = 0; p < P; p++) decode_quad<D, J>(g[p], aux[p], w[p]);
 #pragma GCC unroll 8
   for (int c = 0; c < C; c++) {
-    const V xe = v_set1(x[c][2 * J]), xo = v_set1(x[c][2 * J + 1]);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      const V xi = v_set1(x[c][4 * J + i]);
 #pragma GCC unroll 8
-    for (int p = 0; p < P; p++) {
-      sum[p][c] = v_fma(even[p], xe, sum[p][c]);
-      sum[p][c] = v_fma(odd[p], xo, sum[p][c]);
+      for (int p = 0; p < P; p++) sum[p][c] = v_fma(w[p][i], xi, sum[p][c]);
     }
   }
 }
@@ -92,14 +110,10 @@ static void direct(const Matrix *w, int panel, const float *x, size_t xs, const 
         xg[c] = group < whole ? x + c * xs + (size_t)group * kGroup : tail + c * kGroup;
 #pragma GCC unroll 8
       for (int p = 0; p < P; p++) aux[p] = D::aux(s[p]);
-      direct_pair<D, 0, P, C>(g, aux, xg, sum);
-      direct_pair<D, 1, P, C>(g, aux, xg, sum);
-      direct_pair<D, 2, P, C>(g, aux, xg, sum);
-      direct_pair<D, 3, P, C>(g, aux, xg, sum);
-      direct_pair<D, 4, P, C>(g, aux, xg, sum);
-      direct_pair<D, 5, P, C>(g, aux, xg, sum);
-      direct_pair<D, 6, P, C>(g, aux, xg, sum);
-      direct_pair<D, 7, P, C>(g, aux, xg, sum);
+      direct_quad<D, 0, P, C>(g, aux, xg, sum);
+      direct_quad<D, 1, P, C>(g, aux, xg, sum);
+      direct_quad<D, 2, P, C>(g, aux, xg, sum);
+      direct_quad<D, 3, P, C>(g, aux, xg, sum);
 #pragma GCC unroll 8
       for (int p = 0; p < P; p++) {
         g[p] += D::kGroupBytes;
@@ -144,11 +158,10 @@ static void direct_rows(const Matrix *w, const float *x, size_t xs, int panel, i
 // ---- many columns
 
 template <class D, int J>
-KSL_STEP void decode_pair(const uint8_t *g, typename D::Aux aux, float *out, int stride) {
-  V even, odd;
-  D::template pair<J>(g, aux, even, odd);
-  v_store(out + 2 * J * stride, even);
-  v_store(out + (2 * J + 1) * stride, odd);
+KSL_STEP void store_quad(const uint8_t *g, typename D::Aux aux, float *out, int stride) {
+  V w[4];
+  decode_quad<D, J>(g, aux, w);
+  for (int i = 0; i < 4; i++) v_store(out + (4 * J + i) * stride, w[i]);
 }
 
 // Groups [first, last) of a panel: column k at out + k * stride.
@@ -159,14 +172,10 @@ static void decode_block(const PanelView &view, int panel, int first, int last, 
   const uint8_t *s = view.scales + (size_t)panel * view.scale_stride + (size_t)first * kPanel;
   for (int group = first; group < last; group++) {
     const typename D::Aux aux = D::aux(s);
-    decode_pair<D, 0>(g, aux, out, stride);
-    decode_pair<D, 1>(g, aux, out, stride);
-    decode_pair<D, 2>(g, aux, out, stride);
-    decode_pair<D, 3>(g, aux, out, stride);
-    decode_pair<D, 4>(g, aux, out, stride);
-    decode_pair<D, 5>(g, aux, out, stride);
-    decode_pair<D, 6>(g, aux, out, stride);
-    decode_pair<D, 7>(g, aux, out, stride);
+    store_quad<D, 0>(g, aux, out, stride);
+    store_quad<D, 1>(g, aux, out, stride);
+    store_quad<D, 2>(g, aux, out, stride);
+    store_quad<D, 3>(g, aux, out, stride);
     g += D::kGroupBytes;
     s += kPanel;
     out += kGroup * stride;

@@ -6,6 +6,8 @@
 #include "math.inl"
 #include "norm.inl"
 #include "gemm.inl"
+#include "quant.inl"
+#include "gemm_int.inl"
 #include "gdn_scan.inl"
 #include "attn.inl"
 // clang-format on
@@ -13,8 +15,9 @@
 namespace ksl {
 
 extern const Kernels kernels_scalar = {
-    "scalar",  gemm, rmsnorm,    l2norm,   gated_norm, add,          silu_mul,    sigmoid_mul,
-    conv_silu, rope, delta_scan, kv_store, attn_tile,  attn_combine, attn_finish,
+    "scalar",   gemm,     quantize,  gemm_int,     rmsnorm,     l2norm,
+    gated_norm, add,      silu_mul,  sigmoid_mul,  conv_silu,   rope,
+    delta_scan, kv_store, attn_tile, attn_combine, attn_finish,
 };
 
 }  // namespace ksl

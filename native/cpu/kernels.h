@@ -10,6 +10,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "../common/abi.h"
+
 namespace ksl {
 
 // A weight matrix [rows, cols] in the CPU layout made by matrix_pack (pack.cc). Rows are grouped in
@@ -25,6 +27,32 @@ struct Matrix {
   size_t bytes;     // of all three, as held
 };
 
+// Weights that are small integers times their scale, and can be multiplied by int8 activations. A
+// kernel sees them as bytes kOffset + value.
+enum { kOffset = 64 };
+static inline bool has_small_integers(const Matrix *w) {
+  return w->encoding == KSL_ENC_E2M3 || w->encoding == KSL_ENC_NVFP4;
+}
+
+// One column of activations as int8: code * scale, with one scale per kScaleBlock columns. Lies in
+// quantized_bytes(n), aligned to 4; beyond n all is zero.
+struct QuantizedColumn {
+  int8_t *codes;    // [n up to a multiple of kScaleBlock], in [-127, 127]
+  float *scales;    // per block; NaN where an activation is not finite
+  int32_t *blocks;  // per block: -kOffset times the sum of its codes
+  int32_t *groups;  // the same per kGroup columns
+};
+static inline size_t quantized_bytes(int n) {
+  const size_t blocks = ((size_t)n + kScaleBlock - 1) / kScaleBlock;
+  return (blocks * (kScaleBlock + 8 + 4 * kScaleBlock / kGroup) + 63) / 64 * 64;
+}
+static inline QuantizedColumn quantized_column(uint8_t *p, int n) {
+  const size_t blocks = ((size_t)n + kScaleBlock - 1) / kScaleBlock;
+  float *scales = (float *)(p + blocks * kScaleBlock);
+  int32_t *sums = (int32_t *)(scales + blocks);
+  return {(int8_t *)p, scales, sums, sums + blocks};
+}
+
 // One (query column, KV head) group's partial attention over one tile of keys: for each of the
 // group's query heads the running maximum m, sum l and unnormalised accumulator [head_dim].
 enum { kTileKeys = 64, kMaxHeadDim = 256, kMaxGroup = 16 };
@@ -39,6 +67,13 @@ struct Kernels {
   // block by block, each multiplied by its scale.
   void (*gemm)(const Matrix *w, const float *x, size_t xs, int n, int r0, int r1, float *y,
                size_t ys);
+
+  // out, of quantized_bytes(n): x rounded to the nearest code, ties to even.
+  void (*quantize)(const float *x, int n, uint8_t *out);
+  // As gemm, for small-integer weights and quantized columns x + c * xs. The order of additions:
+  // integers, exactly, within columns that share a scale; then those sums, ascending, as above.
+  void (*gemm_int)(const Matrix *w, const uint8_t *x, size_t xs, int n, int r0, int r1, float *y,
+                   size_t ys);
 
   // The norms and the element-wise functions take any n >= 1; out may be an input.
   // out = x * rsqrt(mean(x^2) + eps) * gain[i]; gain already holds 1 + w where the model says so.

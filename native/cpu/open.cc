@@ -98,6 +98,19 @@ int make_pools(Backend *b, ksl_error *error) {
   return KSL_OK;
 }
 
+bool has_int_weights(const Backend *b) {
+  return b->encodings & (1u << KSL_ENC_E2M3 | 1u << KSL_ENC_NVFP4);
+}
+
+// Most columns of a matrix: what any product reads.
+int widest_input(const ModelSpec *spec) {
+  int most = spec->mtp_layers ? 2 * spec->hidden : spec->hidden;
+  if (spec->intermediate > most) most = spec->intermediate;
+  if (spec->linear_layers && spec->v_width > most) most = spec->v_width;
+  if (spec->kv_layers && spec->q_width > most) most = spec->q_width;
+  return most;
+}
+
 int make_scratch(Backend *b, ksl_error *error) {
   const ModelSpec *spec = b->spec;
   const size_t columns = b->config->wave_columns;
@@ -121,6 +134,11 @@ int make_scratch(Backend *b, ksl_error *error) {
   if (mlp > most) most = mlp;
   if (b->mtp_stride > most) most = b->mtp_stride;
   float *region = own_floats(b, columns * most);
+  const bool floats = b->config->activations == KSL_ACT_FLOAT;
+  if (!floats) {
+    const size_t bytes = columns * quantized_bytes(widest_input(spec));
+    b->quantized = static_cast<uint8_t *>(own_bytes(b, bytes));
+  }
 
   b->x = own_floats(b, columns * b->hidden_stride);
   b->normed = own_floats(b, columns * b->hidden_stride);
@@ -143,9 +161,10 @@ int make_scratch(Backend *b, ksl_error *error) {
   b->partial_tiles = 32 * b->threads;
   b->partials = own_floats(b, padded(query + 2 * group) * b->partial_tiles);
   b->workers = static_cast<WorkerScratch *>(own_bytes(b, b->threads * sizeof(WorkerScratch)));
-  if (!region || !b->x || !b->normed || !b->mixed || !b->final || !b->chain || !b->head_in ||
-      !b->logits || !b->zero_hidden || !b->rows || !b->jobs || !b->keep || !b->partials ||
-      !b->workers || !make_batch(b, &b->trunk, b->config->wave_columns) ||
+  if (!region || (!floats && !b->quantized) || !b->x || !b->normed || !b->mixed || !b->final ||
+      !b->chain || !b->head_in || !b->logits || !b->zero_hidden || !b->rows || !b->jobs ||
+      !b->keep || !b->partials || !b->workers ||
+      !make_batch(b, &b->trunk, b->config->wave_columns) ||
       !make_batch(b, &b->drafts, b->config->slots)) {
     return no_memory(error, "the activations");
   }
@@ -298,11 +317,12 @@ void cpu_info(Backend *b, ksl_info *info) {
   info->pool_bytes = b->pool_bytes;
   info->scratch_bytes = b->scratch_bytes;
   snprintf(info->isa, sizeof info->isa, "%s", b->kernels->name);
-  snprintf(info->activation, sizeof info->activation, "float");
+  const char *activation = b->quantized && has_int_weights(b) ? "int8" : "float";
+  snprintf(info->activation, sizeof info->activation, "%s", activation);
   snprintf(info->equality, sizeof info->equality, "bit");
   int at = snprintf(info->numerics, sizeof info->numerics,
-                    "cpu %.16s %s kv=%s float weights=", ksl_source_digest(), b->kernels->name,
-                    kv_format_name(config->kv_format));
+                    "cpu %.16s %s kv=%s %s weights=", ksl_source_digest(), b->kernels->name,
+                    kv_format_name(config->kv_format), activation);
   const char *separator = "";
   for (int e = 0; e < 5; e++) {
     if (!(b->encodings >> e & 1) || at >= static_cast<int>(sizeof info->numerics)) continue;

@@ -7,11 +7,11 @@
 //   F32    float [k][r]
 //   BF16   u16 [k / 2][r][k % 2]
 //   FP8    u8  [k / 2][r][k % 2]
-//   E2M3   u16 [3][r][k % 2]: words A, B, C of 16 bits hold eight codes, of columns 2 j + (k % 2):
-//          j = 0, 1 in the low 12 bits of A, j = 2, 3 of B, j = 4, 5 of C; j = 6 has its low four
-//          bits on top of A and its high two in C above the others, j = 7 on top of B and on top of
-//          C
-//   NVFP4  u32 [k / 8][r]: nibble 4 (k % 2) + (k % 8) / 2; scales u8 [group][r]
+//   E2M3   u8  [3][r][k % 4]: the low six bits of byte j are the code of column 4 j + k % 4; the
+//          high two bits of the three bytes, ascending, are that of column 12 + k % 4
+//   NVFP4  u8  [2][r][k % 4]: the low nibble of byte j is the code of column 8 j + k % 4, the high
+//          one that of column 8 j + 4 + k % 4; scales u8 [group][r], a NaN as 0xff, so that a scale
+//          shifted left by 7 is a half of 2^-8 times its value
 #include <string.h>
 
 #include "../common/abi.h"
@@ -74,44 +74,37 @@ void read_e2m3(const uint8_t *row, int64_t k, int n, uint8_t *code) {
 void pack_e2m3(const uint8_t *row, int64_t k, int n, int r, uint8_t *group) {
   uint8_t code[16];
   read_e2m3(row, k, n, code);
-  uint16_t *words = (uint16_t *)group;
-  for (int parity = 0; parity < 2; parity++) {
-    const uint8_t *c = code + parity;
-    uint16_t *to = words + 2 * r + parity;
-    to[0] = (uint16_t)(c[0] | c[2] << 6 | (c[12] & 15) << 12);
-    to[32] = (uint16_t)(c[4] | c[6] << 6 | (c[14] & 15) << 12);
-    to[64] = (uint16_t)(c[8] | c[10] << 6 | (c[12] >> 4) << 12 | (c[14] >> 4) << 14);
+  for (int i = 0; i < 4; i++) {
+    const uint8_t last = code[12 + i];
+    uint8_t *to = group + 4 * r + i;
+    for (int j = 0; j < 3; j++) to[64 * j] = (uint8_t)(code[4 * j + i] | (last >> 2 * j & 3) << 6);
   }
 }
 
 uint8_t unpack_e2m3(const uint8_t *group, int r, int k) {
-  const uint16_t *word = (const uint16_t *)group + 2 * r + (k & 1);
-  const int j = k / 2;
-  if (j < 6) return (uint8_t)(word[32 * (j / 2)] >> (6 * (j % 2)) & 63);
-  return (uint8_t)(word[32 * (j - 6)] >> 12 | (word[64] >> (j == 6 ? 12 : 14) & 3) << 4);
-}
-
-int nvfp4_shift(int k) {
-  return 4 * (4 * (k & 1) + k % 8 / 2);
-}
-
-// The low nibbles of four bytes, side by side.
-uint32_t gather_nibbles(uint32_t x) {
-  x &= 0x0f0f0f0f;
-  x = (x | x >> 4) & 0x00ff00ff;
-  return (x | x >> 8) & 0xffff;
+  const uint8_t *at = group + 4 * r + k % 4;
+  if (k < 12) return at[64 * (k / 4)] & 63;
+  return (uint8_t)(at[0] >> 6 | at[64] >> 6 << 2 | at[128] >> 6 << 4);
 }
 
 void pack_nvfp4(const uint8_t *row, int64_t k, int n, int r, uint8_t *group) {
   uint8_t bytes[8] = {};
   if (n) memcpy(bytes, row + k / 2, (size_t)(n + 1) / 2);
-  uint32_t *words = (uint32_t *)group;
-  for (int half = 0; half < 2; half++) {
-    const uint8_t *p = bytes + 4 * half;
-    const uint32_t pairs =
-        (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
-    words[16 * half + r] = gather_nibbles(pairs) | gather_nibbles(pairs >> 4) << 16;
+  const auto code = [&](int i) { return bytes[i / 2] >> (i % 2 * 4) & 15; };
+  for (int j = 0; j < 2; j++) {
+    for (int i = 0; i < 4; i++) {
+      group[64 * j + 4 * r + i] = (uint8_t)(code(8 * j + i) | code(8 * j + 4 + i) << 4);
+    }
   }
+}
+
+uint8_t unpack_nvfp4(const uint8_t *group, int r, int k) {
+  return group[64 * (k / 8) + 4 * r + k % 4] >> (k / 4 % 2 * 4) & 15;
+}
+
+uint8_t pack_scale(uint8_t scale) {
+  scale &= 0x7f;
+  return scale == 0x7f ? 0xff : scale;
 }
 
 // Row r of a panel: n <= 16 columns of `row` from k into one group. A null row packs zeros.
@@ -174,7 +167,7 @@ void pack_scales(const MatrixSource *stripe, int64_t r0, Matrix *out) {
     for (int64_t row = 0; row < ceil_div(stripe->rows, kPanel) * kPanel; row++) {
       uint8_t *to = out->scales + ((r0 + row) / kPanel * groups) * kPanel + row % kPanel;
       for (int64_t g = 0; g < groups; g++)
-        to[g * kPanel] = row < stripe->rows ? from[row * groups + g] : 0;
+        to[g * kPanel] = row < stripe->rows ? pack_scale(from[row * groups + g]) : 0;
     }
   }
 }
@@ -246,10 +239,9 @@ void matrix_row(const Matrix *w, int row, float *out) {
                    e8m0_to_f32(w->scales[blocks + (size_t)(col / kScaleBlock)]);
         break;
       default: {
-        const uint32_t word = ((const uint32_t *)group)[16 * (k / 8) + r];
-        const uint8_t code = (uint8_t)(word >> nvfp4_shift(k) & 15);
         const size_t scale = (first_group + (size_t)(col / kGroup)) * kPanel + (size_t)r;
-        out[col] = e2m1_to_f32(code) * ue4m3_to_f32(w->scales[scale]) * w->globals[block_row];
+        out[col] = e2m1_to_f32(unpack_nvfp4(group, r, k)) * ue4m3_to_f32(w->scales[scale]) *
+                   w->globals[block_row];
       }
     }
   }

@@ -8,7 +8,7 @@ namespace ksl {
 namespace {
 
 struct ProjectTask {
-  const Kernels *kernels;
+  Backend *b;
   const Projection *projections;
   int n;
   const float *x;
@@ -31,9 +31,30 @@ void project_task(void *context, int, int begin, int end) {
     const int to = end < base + panels ? end - base : panels;
     if (from < to) {
       const int last = to * kPanel < p->w->rows ? to * kPanel : p->w->rows;
-      t->kernels->gemm(p->w, t->x, t->x_stride, t->columns, from * kPanel, last, p->y, p->stride);
+      const Kernels *kernels = t->b->kernels;
+      if (t->b->quantized && has_small_integers(p->w)) {
+        kernels->gemm_int(p->w, t->b->quantized, quantized_bytes(p->w->cols), t->columns,
+                          from * kPanel, last, p->y, p->stride);
+      } else {
+        kernels->gemm(p->w, t->x, t->x_stride, t->columns, from * kPanel, last, p->y, p->stride);
+      }
     }
     base += panels;
+  }
+}
+
+struct QuantizeTask {
+  Backend *b;
+  const float *x;
+  size_t stride;
+  int n;  // of a column
+};
+
+void quantize_task(void *context, int, int begin, int end) {
+  const QuantizeTask *t = static_cast<const QuantizeTask *>(context);
+  for (int c = begin; c < end; c++) {
+    t->b->kernels->quantize(t->x + c * t->stride, t->n,
+                            t->b->quantized + c * quantized_bytes(t->n));
   }
 }
 
@@ -74,9 +95,17 @@ void add_columns(Backend *b) {
 
 void project(Backend *b, const Projection *projections, int n_projections, const float *x,
              size_t x_stride, int columns) {
-  ProjectTask task = {b->kernels, projections, n_projections, x, x_stride, columns};
+  ProjectTask task = {b, projections, n_projections, x, x_stride, columns};
   int panels = 0;
-  for (int i = 0; i < n_projections; i++) panels += panels_of(projections[i].w);
+  bool quantized = false;
+  for (int i = 0; i < n_projections; i++) {
+    panels += panels_of(projections[i].w);
+    quantized |= b->quantized && has_small_integers(projections[i].w);
+  }
+  if (quantized) {
+    QuantizeTask quantize = {b, x, x_stride, projections[0].w->cols};
+    parallel(b, columns, static_cast<int64_t>(columns) * quantize.n * 2, quantize_task, &quantize);
+  }
   const int64_t cost =
       static_cast<int64_t>(panels) * kPanel * projections[0].w->cols * (columns + 1) / 2;
   parallel(b, panels, cost, project_task, &task);

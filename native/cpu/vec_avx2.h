@@ -1,4 +1,5 @@
 // V: 16 float32 lanes in two 256-bit registers. Needs AVX2, FMA and F16C.
+// U: 64 unsigned bytes, four a lane; I: 16 int32 lanes.
 #pragma once
 #include <immintrin.h>
 
@@ -13,6 +14,12 @@ namespace {
 struct V {
   __m256 a, b;  // lanes 0..7, 8..15
 };
+struct U {
+  __m256i a, b;
+};
+struct I {
+  __m256i a, b;
+};
 
 // Shapes of the matrix product: the most columns that are multiplied straight from decoded
 // registers and with how many panels at once; panels and columns of a tile over a decoded block.
@@ -20,6 +27,8 @@ constexpr int direct_panels(int columns) {
   return columns == 1 ? 2 : 1;
 }
 enum { kDirectColumns = 4, kTilePanels = 1, kTileColumns = 6 };
+// The same of the integer product, where a direct pass takes one panel.
+enum { kIntDirectColumns = 4, kIntTilePanels = 1, kIntTileColumns = 4 };
 // Heads handled together in attention; heads and keys whose scores are computed together.
 enum { kHeadBlock = 2, kScoreHeads = 2, kScoreKeys = 2 };
 
@@ -134,7 +143,59 @@ KSL_INLINE void v_store_bf16_n(uint16_t *p, V x, int n) {
   __builtin_memcpy(p, whole, 2 * (size_t)n);
 }
 
-// ---- decoders: columns 2 J and 2 J + 1 of a group, times kUnit, for the 16 rows of its panel.
+// ---- integers
+
+KSL_INLINE __m256i load256(const uint8_t *p) {
+  return _mm256_loadu_si256((const __m256i *)p);
+}
+KSL_INLINE U u_load(const uint8_t *p) {
+  return {load256(p), load256(p + 32)};
+}
+KSL_INLINE void u_store(uint8_t *p, U x) {
+  _mm256_storeu_si256((__m256i *)p, x.a);
+  _mm256_storeu_si256((__m256i *)(p + 32), x.b);
+}
+KSL_INLINE I i_set1(int32_t x) {
+  const __m256i v = _mm256_set1_epi32(x);
+  return {v, v};
+}
+KSL_INLINE I i_add(I x, I y) {
+  return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)};
+}
+// acc + the dot product of the four bytes of each lane with x[0..3]. Bytes of w are below 128, so
+// that the sum of two products fits 16 bits.
+KSL_INLINE I i_dot(I acc, U w, const int8_t *x) {
+  int32_t four;
+  __builtin_memcpy(&four, x, 4);
+  const __m256i v = _mm256_set1_epi32(four), ones = _mm256_set1_epi16(1);
+  const __m256i a = _mm256_madd_epi16(_mm256_maddubs_epi16(w.a, v), ones);
+  const __m256i b = _mm256_madd_epi16(_mm256_maddubs_epi16(w.b, v), ones);
+  return {_mm256_add_epi32(acc.a, a), _mm256_add_epi32(acc.b, b)};
+}
+KSL_INLINE V v_of_int(I x) {
+  return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)};
+}
+// Lanes are integers in [-127, 127].
+KSL_INLINE void v_store_s8(int8_t *p, V x) {
+  const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));
+  const __m256i order = _mm256_permute4x64_epi64(words, 0xd8);
+  _mm_storeu_si128((__m128i *)p, _mm_packs_epi16(_mm256_castsi256_si128(order),
+                                                 _mm256_extracti128_si256(order, 1)));
+}
+template <int J>
+KSL_INLINE __m256 half_of_byte(__m256i x) {
+  const __m256i byte =
+      _mm256_and_si256(J ? _mm256_srli_epi32(x, 8 * J) : x, _mm256_set1_epi32(255));
+  return _mm256_cvtepi32_ps(_mm256_sub_epi32(byte, _mm256_set1_epi32(kOffset)));
+}
+// Byte J of each lane, less kOffset.
+template <int J>
+KSL_INLINE V v_of_byte(U x) {
+  return {half_of_byte<J>(x.a), half_of_byte<J>(x.b)};
+}
+
+// ---- decoders, for the 16 rows of a panel: columns 2 J and 2 J + 1 of a group, times kUnit; of
+// small-integer encodings columns 4 J to 4 J + 3, times kUnit and plus kOffset, as bytes.
 
 struct NoAux {};
 
@@ -143,13 +204,11 @@ KSL_INLINE void split_bf16(__m256i x, __m256 &even, __m256 &odd) {
   even = _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
   odd = _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000u)));
 }
-KSL_INLINE __m256i load256(const uint8_t *p) {
-  return _mm256_loadu_si256((const __m256i *)p);
-}
 
 struct DecodeF32 {
   enum { kGroupBytes = 1024 };
   static constexpr float kUnit = 1.0f;
+  static constexpr bool kBytes = false, kGroupScales = false;
   typedef NoAux Aux;
   KSL_INLINE Aux aux(const uint8_t *) { return {}; }
   template <int J>
@@ -162,6 +221,7 @@ struct DecodeF32 {
 struct DecodeBf16 {
   enum { kGroupBytes = 512 };
   static constexpr float kUnit = 1.0f;
+  static constexpr bool kBytes = false, kGroupScales = false;
   typedef NoAux Aux;
   KSL_INLINE Aux aux(const uint8_t *) { return {}; }
   template <int J>
@@ -185,6 +245,7 @@ KSL_INLINE V e4m3_high(__m256i x) {
 struct DecodeFp8 {
   enum { kGroupBytes = 256 };
   static constexpr float kUnit = 1.0f / 256.0f;
+  static constexpr bool kBytes = false, kGroupScales = false;
   typedef NoAux Aux;
   KSL_INLINE Aux aux(const uint8_t *) { return {}; }
   template <int J>
@@ -198,66 +259,59 @@ struct DecodeFp8 {
 struct DecodeE2m3 {
   enum { kGroupBytes = 192 };
   static constexpr float kUnit = 8.0f;
+  static constexpr bool kBytes = true, kGroupScales = false;
   typedef NoAux Aux;
   KSL_INLINE Aux aux(const uint8_t *) { return {}; }
-  // Codes in the low six bits of words, anything above.
-  KSL_INLINE void decode(__m256i code, __m256 &even, __m256 &odd) {
+  // Codes in the low six bits of bytes, anything above.
+  KSL_INLINE __m256i decode(__m256i code) {
     // Eight times the magnitude: codes below 16 are it, the others are in a table of 16 bytes. A
     // byte shuffle gives 0 for the negative index of the former, and no table value is below code.
     const __m256i table = _mm256_broadcastsi128_si256(
         _mm_setr_epi8(16, 18, 20, 22, 24, 26, 28, 30, 32, 36, 40, 44, 48, 52, 56, 60));
-    const __m256i m = _mm256_and_si256(code, _mm256_set1_epi16(0x1f));
-    const __m256i magnitude = _mm256_max_epu8(
-        m, _mm256_shuffle_epi8(table, _mm256_sub_epi8(m, _mm256_set1_epi16(0x8010 - 0x10000))));
-    const __m256i sign = _mm256_or_si256(_mm256_slli_epi16(code, 10), _mm256_set1_epi16(1));
-    // 192 + value is exact in bf16: 0x4340 + value.
-    const __m256i biased =
-        _mm256_add_epi16(_mm256_sign_epi16(magnitude, sign), _mm256_set1_epi16(0x4340));
-    split_bf16(biased, even, odd);
-    const __m256 bias = _mm256_set1_ps(192.0f);
-    even = _mm256_sub_ps(even, bias);
-    odd = _mm256_sub_ps(odd, bias);
+    const __m256i m = _mm256_and_si256(code, _mm256_set1_epi8(0x1f));
+    const __m256i magnitude =
+        _mm256_max_epu8(m, _mm256_shuffle_epi8(table, _mm256_sub_epi8(m, _mm256_set1_epi8(0x10))));
+    const __m256i sign = _mm256_or_si256(_mm256_slli_epi16(code, 2), _mm256_set1_epi8(1));
+    return _mm256_add_epi8(_mm256_sign_epi8(magnitude, sign), _mm256_set1_epi8(kOffset));
   }
   template <int J>
   KSL_INLINE __m256i codes(const uint8_t *g) {
-    if (J < 6) {
-      const __m256i x = load256(g + 64 * (J / 2));
-      return J % 2 ? _mm256_srli_epi16(x, 6) : x;
-    }
-    const __m256i low = _mm256_srli_epi16(load256(g + 64 * (J - 6)), 12), c = load256(g + 128);
-    const __m256i high = J == 6 ? _mm256_srli_epi16(c, 8) : _mm256_srli_epi16(c, 10);
-    return _mm256_or_si256(low, _mm256_and_si256(high, _mm256_set1_epi16(0xf0)));
+    if (J < 3) return load256(g + 64 * J);
+    const __m256i a = _mm256_srli_epi16(load256(g), 6), b = _mm256_srli_epi16(load256(g + 64), 4);
+    const __m256i c = _mm256_srli_epi16(load256(g + 128), 2);
+    return _mm256_or_si256(_mm256_and_si256(a, _mm256_set1_epi8(0x03)),
+                           _mm256_or_si256(_mm256_and_si256(b, _mm256_set1_epi8(0x0c)),
+                                           _mm256_and_si256(c, _mm256_set1_epi8(0x30))));
   }
   template <int J>
-  KSL_INLINE void pair(const uint8_t *g, Aux, V &even, V &odd) {
-    decode(codes<J>(g), even.a, odd.a);
-    decode(codes<J>(g + 32), even.b, odd.b);
+  KSL_INLINE U bytes(const uint8_t *g) {
+    return {decode(codes<J>(g)), decode(codes<J>(g + 32))};
   }
 };
 
 struct DecodeNvfp4 {
   enum { kGroupBytes = 128 };
-  static constexpr float kUnit = 1.0f;
+  static constexpr float kUnit = 2.0f / 256.0f;
+  static constexpr bool kBytes = true, kGroupScales = true;
   typedef V Aux;
   KSL_INLINE Aux aux(const uint8_t *scales) {
+    // The bits of halves of 2^-8 times the values, see pack_scales.
     const __m256i x = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)scales));
-    return v_mul(e4m3_high(_mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x7f)), 8)),
-                 v_set1(256.0f));
-  }
-  // Nibble N of each 32-bit lane: the magnitude by look-up of three bits, then the sign bit.
-  template <int N>
-  KSL_INLINE __m256 nibble(__m256i x, __m256 scale) {
-    const __m256 table = _mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f);
-    const __m256 magnitude = _mm256_permutevar8x32_ps(table, N ? _mm256_srli_epi32(x, 4 * N) : x);
-    const __m256i shifted = N < 7 ? _mm256_slli_epi32(x, 28 - 4 * N) : x;
-    const __m256 sign = _mm256_and_ps(_mm256_castsi256_ps(shifted), _mm256_set1_ps(-0.0f));
-    return _mm256_mul_ps(_mm256_or_ps(magnitude, sign), scale);
+    const __m256i h = _mm256_slli_epi16(x, 7);
+    return {_mm256_cvtph_ps(_mm256_castsi256_si128(h)),
+            _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1))};
   }
   template <int J>
-  KSL_INLINE void pair(const uint8_t *g, Aux scale, V &even, V &odd) {
-    const __m256i low = load256(g + 64 * (J / 4)), high = load256(g + 64 * (J / 4) + 32);
-    even = {nibble<J % 4>(low, scale.a), nibble<J % 4>(high, scale.b)};
-    odd = {nibble<J % 4 + 4>(low, scale.a), nibble<J % 4 + 4>(high, scale.b)};
+  KSL_INLINE __m256i half(const uint8_t *g) {
+    const __m256i table = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(64, 65, 66, 67, 68, 70, 72, 76, 64, 63, 62, 61, 60, 58, 56, 52));
+    const __m256i x = load256(g + 64 * (J / 2));
+    const __m256i code = J % 2 ? _mm256_srli_epi16(x, 4) : x;
+    return _mm256_shuffle_epi8(table, _mm256_and_si256(code, _mm256_set1_epi8(15)));
+  }
+  template <int J>
+  KSL_INLINE U bytes(const uint8_t *g) {
+    return {half<J>(g), half<J>(g + 32)};
   }
 };
 

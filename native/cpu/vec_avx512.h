@@ -1,4 +1,5 @@
-// V: 16 float32 lanes in one 512-bit register. Needs AVX-512 F, BW, DQ, VL and F16C.
+// V: 16 float32 lanes in one 512-bit register. Needs AVX-512 F, BW, DQ, VL, VBMI, VNNI and F16C.
+// U: 64 unsigned bytes, four a lane; I: 16 int32 lanes.
 #pragma once
 // GCC's own header trips these: its "undefined" operands are variables set to themselves.
 #pragma GCC diagnostic ignored "-Wuninitialized"
@@ -16,6 +17,12 @@ namespace {
 struct V {
   __m512 v;
 };
+struct U {
+  __m512i v;
+};
+struct I {
+  __m512i v;
+};
 
 // Shapes of the matrix product: the most columns that are multiplied straight from decoded
 // registers and with how many panels at once; panels and columns of a tile over a decoded block.
@@ -23,6 +30,8 @@ constexpr int direct_panels(int columns) {
   return columns == 1 ? 4 : 2;
 }
 enum { kDirectColumns = 4, kTilePanels = 2, kTileColumns = 12 };
+// The same of the integer product, where a direct pass takes one panel.
+enum { kIntDirectColumns = 8, kIntTilePanels = 2, kIntTileColumns = 12 };
 // Heads handled together in attention; heads and keys whose scores are computed together.
 enum { kHeadBlock = 4, kScoreHeads = 4, kScoreKeys = 4 };
 
@@ -121,7 +130,45 @@ KSL_INLINE void v_store_bf16_n(uint16_t *p, V a, int n) {
   _mm256_mask_storeu_epi16(p, lanes_below(n), round_bf16(a));
 }
 
-// ---- decoders: columns 2 J and 2 J + 1 of a group, times kUnit, for the 16 rows of its panel.
+// ---- integers
+
+KSL_INLINE U u_load(const uint8_t *p) {
+  return {_mm512_loadu_si512(p)};
+}
+KSL_INLINE void u_store(uint8_t *p, U a) {
+  _mm512_storeu_si512(p, a.v);
+}
+KSL_INLINE I i_set1(int32_t x) {
+  return {_mm512_set1_epi32(x)};
+}
+KSL_INLINE I i_add(I a, I b) {
+  return {_mm512_add_epi32(a.v, b.v)};
+}
+// acc + the dot product of the four bytes of each lane with x[0..3]. Bytes of w are below 128.
+KSL_INLINE I i_dot(I acc, U w, const int8_t *x) {
+  int32_t four;
+  __builtin_memcpy(&four, x, 4);
+  return {_mm512_dpbusd_epi32(acc.v, w.v, _mm512_set1_epi32(four))};
+}
+KSL_INLINE V v_of_int(I a) {
+  return {_mm512_cvtepi32_ps(a.v)};
+}
+// Lanes are integers in [-127, 127].
+KSL_INLINE void v_store_s8(int8_t *p, V a) {
+  _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v)));
+}
+// Byte J of each lane, less kOffset.
+template <int J>
+KSL_INLINE V v_of_byte(U a) {
+  const __m512i x = J ? _mm512_srli_epi32(a.v, 8 * J) : a.v;
+  // (x & 255) | bits of 2^23, which is the float 2^23 + byte
+  const __m512i biased =
+      _mm512_ternarylogic_epi32(x, _mm512_set1_epi32(255), _mm512_set1_epi32(0x4b000000), 0xea);
+  return v_sub({_mm512_castsi512_ps(biased)}, v_set1(8388608.0f + kOffset));
+}
+
+// ---- decoders, for the 16 rows of a panel: columns 2 J and 2 J + 1 of a group, times kUnit; of
+// small-integer encodings columns 4 J to 4 J + 3, times kUnit and plus kOffset, as bytes.
 
 struct NoAux {};
 
@@ -134,6 +181,7 @@ KSL_INLINE void split_bf16(__m512i x, V &even, V &odd) {
 struct DecodeF32 {
   enum { kGroupBytes = 1024 };
   static constexpr float kUnit = 1.0f;
+  static constexpr bool kBytes = false, kGroupScales = false;
   typedef NoAux Aux;
   KSL_INLINE Aux aux(const uint8_t *) { return {}; }
   template <int J>
@@ -146,6 +194,7 @@ struct DecodeF32 {
 struct DecodeBf16 {
   enum { kGroupBytes = 512 };
   static constexpr float kUnit = 1.0f;
+  static constexpr bool kBytes = false, kGroupScales = false;
   typedef NoAux Aux;
   KSL_INLINE Aux aux(const uint8_t *) { return {}; }
   template <int J>
@@ -167,6 +216,7 @@ KSL_INLINE V e4m3_high(__m256i x) {
 struct DecodeFp8 {
   enum { kGroupBytes = 256 };
   static constexpr float kUnit = 1.0f / 256.0f;
+  static constexpr bool kBytes = false, kGroupScales = false;
   typedef NoAux Aux;
   KSL_INLINE Aux aux(const uint8_t *) { return {}; }
   template <int J>
@@ -177,58 +227,53 @@ struct DecodeFp8 {
   }
 };
 
-// bf16 of every E2M3 code.
-alignas(64) const uint16_t kE2m3Bf16[64] = {
-    0x0000, 0x3e00, 0x3e80, 0x3ec0, 0x3f00, 0x3f20, 0x3f40, 0x3f60, 0x3f80, 0x3f90, 0x3fa0,
-    0x3fb0, 0x3fc0, 0x3fd0, 0x3fe0, 0x3ff0, 0x4000, 0x4010, 0x4020, 0x4030, 0x4040, 0x4050,
-    0x4060, 0x4070, 0x4080, 0x4090, 0x40a0, 0x40b0, 0x40c0, 0x40d0, 0x40e0, 0x40f0, 0x8000,
-    0xbe00, 0xbe80, 0xbec0, 0xbf00, 0xbf20, 0xbf40, 0xbf60, 0xbf80, 0xbf90, 0xbfa0, 0xbfb0,
-    0xbfc0, 0xbfd0, 0xbfe0, 0xbff0, 0xc000, 0xc010, 0xc020, 0xc030, 0xc040, 0xc050, 0xc060,
-    0xc070, 0xc080, 0xc090, 0xc0a0, 0xc0b0, 0xc0c0, 0xc0d0, 0xc0e0, 0xc0f0};
+// kOffset plus 8 times the value of every E2M3 code.
+alignas(64) const uint8_t kE2m3Bytes[64] = {
+    64, 65, 66, 67,  68,  69,  70,  71,  72,  73,  74, 75, 76, 77, 78, 79, 80, 82, 84, 86, 88, 90,
+    92, 94, 96, 100, 104, 108, 112, 116, 120, 124, 64, 63, 62, 61, 60, 59, 58, 57, 56, 55, 54, 53,
+    52, 51, 50, 49,  48,  46,  44,  42,  40,  38,  36, 34, 32, 28, 24, 20, 16, 12, 8,  4};
 
 struct DecodeE2m3 {
   enum { kGroupBytes = 192 };
-  static constexpr float kUnit = 1.0f;
+  static constexpr float kUnit = 8.0f;
+  static constexpr bool kBytes = true, kGroupScales = false;
   typedef NoAux Aux;
   KSL_INLINE Aux aux(const uint8_t *) { return {}; }
+  // The look-up reads six bits of a byte and ignores the rest.
   template <int J>
-  KSL_INLINE void pair(const uint8_t *g, Aux, V &even, V &odd) {
-    // The look-up reads six bits of a word and ignores the rest.
+  KSL_INLINE U bytes(const uint8_t *g) {
     __m512i code;
-    if (J < 6) {
-      code = _mm512_loadu_si512(g + 64 * (J / 2));
-      if (J % 2) code = _mm512_srli_epi16(code, 6);
+    if (J < 3) {
+      code = _mm512_loadu_si512(g + 64 * J);
     } else {
-      const __m512i low = _mm512_srli_epi16(_mm512_loadu_si512(g + 64 * (J - 6)), 12);
-      const __m512i c = _mm512_loadu_si512(g + 128);
-      const __m512i high = J == 6 ? _mm512_srli_epi16(c, 8) : _mm512_srli_epi16(c, 10);
-      // low | (high & 0xf0)
-      code = _mm512_ternarylogic_epi32(low, high, _mm512_set1_epi16(0xf0), 0xf8);
+      const __m512i a = _mm512_srli_epi16(_mm512_loadu_si512(g), 6);
+      const __m512i b = _mm512_srli_epi16(_mm512_loadu_si512(g + 64), 4);
+      const __m512i c = _mm512_srli_epi16(_mm512_loadu_si512(g + 128), 2);
+      // Bits of the first operand where the third is set, else of the second.
+      code = _mm512_ternarylogic_epi32(a, b, _mm512_set1_epi8(0x03), 0xe4);
+      code = _mm512_ternarylogic_epi32(code, c, _mm512_set1_epi8(0x0f), 0xe4);
     }
-    split_bf16(_mm512_permutex2var_epi16(_mm512_load_si512(kE2m3Bf16), code,
-                                         _mm512_load_si512(kE2m3Bf16 + 32)),
-               even, odd);
+    return {_mm512_permutexvar_epi8(code, _mm512_load_si512(kE2m3Bytes))};
   }
 };
 
 struct DecodeNvfp4 {
   enum { kGroupBytes = 128 };
-  static constexpr float kUnit = 1.0f;
+  static constexpr float kUnit = 2.0f / 256.0f;
+  static constexpr bool kBytes = true, kGroupScales = true;
   typedef V Aux;
   KSL_INLINE Aux aux(const uint8_t *scales) {
+    // The bits of a half of 2^-8 times the value, see pack_scales.
     const __m256i x = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)scales));
-    return v_mul(e4m3_high(_mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x7f)), 8)),
-                 v_set1(256.0f));
+    return {_mm512_cvtph_ps(_mm256_slli_epi16(x, 7))};
   }
+  // The look-up reads six bits of a byte: its table repeats every 16.
   template <int J>
-  KSL_INLINE void pair(const uint8_t *g, Aux scale, V &even, V &odd) {
-    const __m512 table = _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f,
-                                        -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f);
-    const __m512i x = _mm512_loadu_si512(g + 64 * (J / 4));
-    const __m512i e = J % 4 ? _mm512_srli_epi32(x, J % 4 * 4) : x;
-    even.v = _mm512_mul_ps(_mm512_permutexvar_ps(e, table), scale.v);
-    odd.v =
-        _mm512_mul_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(x, J % 4 * 4 + 16), table), scale.v);
+  KSL_INLINE U bytes(const uint8_t *g) {
+    const __m512i table = _mm512_broadcast_i32x4(
+        _mm_setr_epi8(64, 65, 66, 67, 68, 70, 72, 76, 64, 63, 62, 61, 60, 58, 56, 52));
+    const __m512i x = _mm512_loadu_si512(g + 64 * (J / 2));
+    return {_mm512_permutexvar_epi8(J % 2 ? _mm512_srli_epi16(x, 4) : x, table)};
   }
 };
 

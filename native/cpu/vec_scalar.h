@@ -15,6 +15,13 @@ typedef int32_t QuadMask __attribute__((vector_size(16)));
 struct V {
   Quad q[4];
 };
+// 64 unsigned bytes, four a lane; 16 int32 lanes.
+struct U {
+  uint8_t b[64];
+};
+struct I {
+  QuadMask q[4];
+};
 
 // Shapes of the matrix product: the most columns that are multiplied straight from decoded
 // registers and with how many panels at once; panels and columns of a tile over a decoded block.
@@ -22,6 +29,8 @@ constexpr int direct_panels(int columns) {
   return 1;
 }
 enum { kDirectColumns = 1, kTilePanels = 1, kTileColumns = 2 };
+// The same of the integer product, where a direct pass takes one panel.
+enum { kIntDirectColumns = 1, kIntTilePanels = 1, kIntTileColumns = 2 };
 // Heads handled together in attention; heads and keys whose scores are computed together.
 enum { kHeadBlock = 2, kScoreHeads = 2, kScoreKeys = 1 };
 
@@ -151,11 +160,61 @@ KSL_INLINE void v_store_bf16(uint16_t *p, V a) {
   v_store_bf16_n(p, a, 16);
 }
 
-// ---- decoders: columns 2 J and 2 J + 1 of a group, times kUnit, for the 16 rows of its panel.
+// ---- integers
+
+KSL_INLINE U u_load(const uint8_t *p) {
+  U r;
+  __builtin_memcpy(&r, p, sizeof r);
+  return r;
+}
+KSL_INLINE void u_store(uint8_t *p, U a) {
+  __builtin_memcpy(p, &a, sizeof a);
+}
+KSL_INLINE I i_set1(int32_t x) {
+  const QuadMask q = {x, x, x, x};
+  return {{q, q, q, q}};
+}
+KSL_INLINE I i_add(I a, I b) {
+  KSL_QUADS a.q[i] += b.q[i];
+  return a;
+}
+// acc + the dot product of the four bytes of each lane with x[0..3].
+KSL_INLINE I i_dot(I acc, U w, const int8_t *x) {
+  int32_t sum[16];
+  KSL_LANES {
+    const uint8_t *b = w.b + 4 * i;
+    sum[i] = b[0] * x[0] + b[1] * x[1] + b[2] * x[2] + b[3] * x[3];
+  }
+  I r;
+  __builtin_memcpy(&r, sum, sizeof r);
+  return i_add(acc, r);
+}
+KSL_INLINE V v_of_int(I a) {
+  V r;
+  KSL_QUADS r.q[i] = __builtin_convertvector(a.q[i], Quad);
+  return r;
+}
+// Lanes are integers in [-127, 127].
+KSL_INLINE void v_store_s8(int8_t *p, V a) {
+  float x[16];
+  v_store(x, a);
+  KSL_LANES p[i] = (int8_t)x[i];
+}
+// Byte J of each lane, less kOffset.
+template <int J>
+KSL_INLINE V v_of_byte(const U &a) {
+  float x[16];
+  KSL_LANES x[i] = (float)(a.b[4 * i + J] - kOffset);
+  return v_load(x);
+}
+
+// ---- decoders, for the 16 rows of a panel: columns 2 J and 2 J + 1 of a group, times kUnit; of
+// small-integer encodings columns 4 J to 4 J + 3, times kUnit and plus kOffset, as bytes.
 
 // Values of every code of the small floats.
 struct SmallFloats {
-  float e2m1[16], e2m3[64], e4m3[256];
+  uint8_t e2m1[16], e2m3[64];  // kOffset plus 2 and 8 times the value
+  float e4m3[256];
 
   // Sign, `exponents` bits of exponent and `mantissas` bits of mantissa.
   static constexpr float value(int code, int exponents, int mantissas, int bias) {
@@ -166,8 +225,8 @@ struct SmallFloats {
     return code >> (exponents + mantissas) ? -x : x;
   }
   constexpr SmallFloats() : e2m1(), e2m3(), e4m3() {
-    for (int i = 0; i < 16; i++) e2m1[i] = value(i, 2, 1, 1);
-    for (int i = 0; i < 64; i++) e2m3[i] = value(i, 2, 3, 1);
+    for (int i = 0; i < 16; i++) e2m1[i] = (uint8_t)(kOffset + 2 * value(i, 2, 1, 1));
+    for (int i = 0; i < 64; i++) e2m3[i] = (uint8_t)(kOffset + 8 * value(i, 2, 3, 1));
     for (int i = 0; i < 256; i++)
       e4m3[i] = (i & 0x7f) == 0x7f ? __builtin_nanf("") : value(i, 4, 3, 7);
   }
@@ -179,6 +238,7 @@ struct NoAux {};
 struct DecodeF32 {
   enum { kGroupBytes = 1024 };
   static constexpr float kUnit = 1.0f;
+  static constexpr bool kBytes = false, kGroupScales = false;
   typedef NoAux Aux;
   KSL_INLINE Aux aux(const uint8_t *) { return {}; }
   template <int J>
@@ -191,6 +251,7 @@ struct DecodeF32 {
 struct DecodeBf16 {
   enum { kGroupBytes = 512 };
   static constexpr float kUnit = 1.0f;
+  static constexpr bool kBytes = false, kGroupScales = false;
   typedef NoAux Aux;
   KSL_INLINE Aux aux(const uint8_t *) { return {}; }
   template <int J>
@@ -209,6 +270,7 @@ struct DecodeBf16 {
 struct DecodeFp8 {
   enum { kGroupBytes = 256 };
   static constexpr float kUnit = 1.0f;
+  static constexpr bool kBytes = false, kGroupScales = false;
   typedef NoAux Aux;
   KSL_INLINE Aux aux(const uint8_t *) { return {}; }
   template <int J>
@@ -225,31 +287,26 @@ struct DecodeFp8 {
 
 struct DecodeE2m3 {
   enum { kGroupBytes = 192 };
-  static constexpr float kUnit = 1.0f;
+  static constexpr float kUnit = 8.0f;
+  static constexpr bool kBytes = true, kGroupScales = false;
   typedef NoAux Aux;
   KSL_INLINE Aux aux(const uint8_t *) { return {}; }
   template <int J>
-  KSL_INLINE void pair(const uint8_t *g, Aux, V &even, V &odd) {
-    const uint16_t *p = (const uint16_t *)g;
-    float x[16], y[16];
-    KSL_LANES {
-      uint32_t code[2];
-      for (int odd_column = 0; odd_column < 2; odd_column++) {
-        const uint16_t *word = p + 2 * i + odd_column;
-        code[odd_column] = J < 6 ? word[32 * (J / 2)] >> (J % 2 * 6)
-                                 : word[32 * (J - 6)] >> 12 | word[64] >> (J == 6 ? 12 : 14) << 4;
-      }
-      x[i] = kSmall.e2m3[code[0] & 63];
-      y[i] = kSmall.e2m3[code[1] & 63];
+  KSL_INLINE U bytes(const uint8_t *g) {
+    U r;
+    for (int i = 0; i < 64; i++) {
+      const int code =
+          J < 3 ? g[64 * J + i] : g[i] >> 6 | g[64 + i] >> 6 << 2 | g[128 + i] >> 6 << 4;
+      r.b[i] = kSmall.e2m3[code & 63];
     }
-    even = v_load(x);
-    odd = v_load(y);
+    return r;
   }
 };
 
 struct DecodeNvfp4 {
   enum { kGroupBytes = 128 };
-  static constexpr float kUnit = 1.0f;
+  static constexpr float kUnit = 2.0f;
+  static constexpr bool kBytes = true, kGroupScales = true;
   typedef V Aux;
   KSL_INLINE Aux aux(const uint8_t *scales) {
     float x[16];
@@ -257,15 +314,10 @@ struct DecodeNvfp4 {
     return v_load(x);
   }
   template <int J>
-  KSL_INLINE void pair(const uint8_t *g, Aux scale, V &even, V &odd) {
-    const uint32_t *p = (const uint32_t *)g + 16 * (J / 4);
-    float x[16], y[16];
-    KSL_LANES {
-      x[i] = kSmall.e2m1[p[i] >> (J % 4 * 4) & 15];
-      y[i] = kSmall.e2m1[p[i] >> (J % 4 * 4 + 16) & 15];
-    }
-    even = v_mul(v_load(x), scale);
-    odd = v_mul(v_load(y), scale);
+  KSL_INLINE U bytes(const uint8_t *g) {
+    U r;
+    for (int i = 0; i < 64; i++) r.b[i] = kSmall.e2m1[g[64 * (J / 2) + i] >> (J % 2 * 4) & 15];
+    return r;
   }
 };
 

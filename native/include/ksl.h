@@ -65,6 +65,10 @@ enum { KSL_FILL_NONE = 0, KSL_FILL_UNIFORM = 1, KSL_FILL_CONSTANT = 2 };
 
 enum { KSL_ISA_AUTO = 0, KSL_ISA_SCALAR = 1, KSL_ISA_AVX2 = 2, KSL_ISA_AVX512 = 3 };
 
+/* Arithmetic of matrix products. AUTO: the backend's own (CPU: int8 activations beside E2M3 and
+   NVFP4 weights); FLOAT: activations are not rounded. */
+enum { KSL_ACT_AUTO = 0, KSL_ACT_FLOAT = 1 };
+
 typedef struct ksl_error {
   int32_t code;
   char text[508];
@@ -104,6 +108,7 @@ typedef struct ksl_config {
   int32_t ring_depth;                         /* waves that may be submitted and not yet done */
   int32_t kv_format;
   /* execution */
+  int32_t activations;        /* KSL_ACT_* */
   int32_t isa, threads, nice; /* threads 0: one per core */
   int32_t test_hooks;         /* FORCE and fault hooks are refused unless set */
   int64_t fail_alloc_at;      /* test hook: the n-th allocation of open fails; 0 never */
@@ -128,7 +133,7 @@ typedef struct ksl_info {
   uint64_t pool_bytes;     /* slabs, blocks, tables, slot state */
   uint64_t scratch_bytes;  /* activation arena */
   char isa[16];            /* "scalar", "avx2", "avx512" */
-  char activation[16];     /* "float": no activation quantisation */
+  char activation[16];     /* "float": no activation quantisation; "int8" */
   char equality[16];       /* "bit" or "tolerance", for every property of the contract */
   char numerics[128];      /* build, ISA path and formats: equal strings mean equal bits */
 } ksl_info;

@@ -245,6 +245,129 @@ void test_gemm(const Kernels &k, int encoding, int rows, int cols, int n) {
   }
 }
 
+// ---- int8 activations
+
+struct Quantized {
+  std::vector<uint8_t> bytes;
+  size_t stride;
+
+  Quantized(const Kernels &k, const Floats &x, size_t xs, int cols, int n)
+      : bytes(quantized_bytes(cols) * (size_t)n, 0xcd), stride(quantized_bytes(cols)) {
+    for (int c = 0; c < n; c++) k.quantize(&x[c * xs], cols, &bytes[c * stride]);
+  }
+  QuantizedColumn column(int c, int cols) { return quantized_column(&bytes[c * stride], cols); }
+};
+
+void test_quantize(const Kernels &k, int cols) {
+  Floats x = random_floats(cols, exp(8 * uniform()));
+  const int blocks = (cols + 127) / 128;
+  for (int i = 0; i < cols; i++)
+    if (i / 128 % 3 == 1) x[i] = (float)(i % 5 ? 0 : uniform() * 1e-35);  // nothing, or near it
+  Quantized made(k, x, cols, cols, 1);
+  const QuantizedColumn q = made.column(0, cols);
+  for (int b = 0; b < blocks; b++) {
+    float most = 0;
+    for (int i = 128 * b; i < cols && i < 128 * b + 128; i++) most = fmaxf(most, fabsf(x[i]));
+    int sum = 0;
+    for (int i = 128 * b; i < 128 * b + 128; i++) {
+      const double value = i < cols ? x[i] : 0, step = most / 127.0;
+      sum += q.codes[i];
+      check(abs(q.codes[i]) <= 127, "quantize: code %d", q.codes[i]);
+      if (most > 1e-30f)
+        check(fabs(q.codes[i] * (double)q.scales[b] - value) <= step * 0.50001,
+              "quantize %d: [%d] is %d times %g, not %g", cols, i, q.codes[i], q.scales[b], value);
+      else
+        check(q.codes[i] == 0 && q.scales[b] == 0, "quantize: a block of nothing is %d times %g",
+              q.codes[i], q.scales[b]);
+      if (i % 16 == 15) {
+        int part = 0;
+        for (int j = i - 15; j <= i; j++) part += q.codes[j];
+        check(q.groups[i / 16] == -64 * part, "quantize %d: group sum %d", cols, i / 16);
+      }
+    }
+    check(q.blocks[b] == -64 * sum, "quantize %d: block sum %d", cols, b);
+  }
+  for (const float bad : {(float)NAN, (float)INFINITY, (float)-INFINITY}) {
+    Floats y = x;
+    y[below(cols)] = bad;
+    Quantized other(k, y, cols, cols, 1);
+    const QuantizedColumn o = other.column(0, cols);
+    int nans = 0;
+    for (int b = 0; b < blocks; b++) nans += o.scales[b] != o.scales[b];
+    check(nans == 1, "quantize: %g gives %d NaN blocks", bad, nans);
+  }
+}
+
+void test_gemm_int(const Kernels &k, int encoding, int rows, int cols, int n) {
+  const Encoded m = random_matrix(encoding, rows, cols);
+  Packed packed(m);
+  const size_t ys = (size_t)rows + below(5);
+  const Floats x = random_floats((size_t)cols * n);
+  Quantized q(k, x, cols, cols, n);
+  Floats y(ys * n, 7.0f);
+  k.gemm_int(&packed.w, q.bytes.data(), q.stride, n, 0, rows, y.data(), ys);
+  for (int c = 0; c < n; c++) {
+    const QuantizedColumn column = q.column(c, cols);
+    for (int r = 0; r < rows; r++) {
+      double sum = 0, size = 0;
+      for (int i = 0; i < cols; i++) {
+        const double value = column.codes[i] * (double)column.scales[i / 128];
+        const double term = (double)m.values[(size_t)r * cols + i] * value;
+        sum += term;
+        size += fabs(term);
+      }
+      check(fabs(y[c * ys + r] - sum) <= 1e-6 * size, "%s %dx%d by %d: int [%d, %d] is %g, not %g",
+            kEncodings[encoding], rows, cols, n, c, r, y[c * ys + r], sum);
+    }
+    for (size_t r = rows; r < ys; r++)
+      check(y[c * ys + r] == 7.0f, "gemm_int wrote behind its rows");
+  }
+  for (int round = 0; round < 4; round++) {
+    Floats z(ys * n, 7.0f);
+    for (int c = 0; c < n;) {
+      const int width = round == 0 ? 1 : 1 + below(n - c);
+      for (int r = 0; r < rows;) {
+        int end = r + 16 * (1 + below(4));
+        if (end > rows) end = rows;
+        k.gemm_int(&packed.w, &q.bytes[c * q.stride], q.stride, width, r, end, &z[c * ys], ys);
+        r = end;
+      }
+      c += width;
+    }
+    check(same_bits(y.data(), z.data(), y.size()), "%s %dx%d by %d: int bits depend on the split",
+          kEncodings[encoding], rows, cols, n);
+  }
+}
+
+// Extremes: every weight code against activations of one code, where 16-bit sums would overflow.
+void test_int_extremes(const Kernels &k, int encoding) {
+  const int count = encoding == KSL_ENC_E2M3 ? 64 : 16;
+  for (int code = 0; code < count; code++) {
+    Encoded m = random_matrix(encoding, 16, 128);
+    const int bits = encoding == KSL_ENC_E2M3 ? 6 : 4;
+    for (size_t i = 0; i < 16 * 128 * (size_t)bits; i++) {
+      const int bit = code >> i % bits & 1;
+      m.codes[i / 8] = (uint8_t)((m.codes[i / 8] & ~(1 << i % 8)) | bit << i % 8);
+    }
+    Packed packed(m);
+    Floats row(128), x(128, 1.0f), y(16), z(16);
+    if (code % 2) x.assign(128, -1.0f);
+    Quantized q(k, x, 128, 128, 1);
+    k.gemm_int(&packed.w, q.bytes.data(), q.stride, 1, 0, 16, y.data(), 16);
+    for (int r = 0; r < 16; r++) {
+      decode_row(encoding, m.codes.data(), m.scales.data(), m.globals.data(), 16, 128, r,
+                 row.data());
+      double sum = 0, size = 0;
+      for (int i = 0; i < 128; i++) {
+        sum += (double)row[i] * x[i];
+        size += fabs((double)row[i]);
+      }
+      check(fabs(y[r] - sum) <= 1e-6 * size, "%s code %d: %g, not %g", kEncodings[encoding], code,
+            y[r], sum);
+    }
+  }
+}
+
 // ---- norms and element-wise kernels
 
 double ulps(double value, double expected) {
@@ -577,6 +700,17 @@ int main(int argc, char **argv) {
     test_decoding(k, encoding, 20, 16 + step);
     for (const int n : {1, 2, 3, 4, 5, 13, 27, 100}) test_gemm(k, encoding, 72, 272, n);
     test_gemm(k, encoding, 260, 512, 30);
+  }
+  for (const int cols : {1, 15, 16, 127, 128, 129, 400, 1000}) test_quantize(k, cols);
+  for (const int encoding : {(int)KSL_ENC_E2M3, (int)KSL_ENC_NVFP4}) {
+    const int step = encoding == KSL_ENC_NVFP4 ? 16 : 4;
+    for (const int rows : {1, 16, 40, 130}) {
+      for (const int n : {1, 2, 3, 5, 7})
+        test_gemm_int(k, encoding, rows, step * (1 + below(500 / step)), n);
+    }
+    for (const int n : {4, 6, 8, 9, 13, 24, 27, 100, 131}) test_gemm_int(k, encoding, 72, 272, n);
+    test_gemm_int(k, encoding, 260, 512, 30);
+    test_int_extremes(k, encoding);
   }
   test_functions(k);
   for (const int n : {1, 4, 15, 16, 17, 32, 100, 128, 256, 900}) test_norms(k, n);

@@ -17,12 +17,25 @@ class Engines:
     def __init__(self) -> None:
         self._spec = tiny_spec()
         self._tensors = tiny_tensors(self._spec, tiny_arrays(self._spec), "mixed")
-        self._open: dict[tuple[str, str, int], Driver] = {}
+        self._open: dict[tuple[str, str, int, str], Driver] = {}
 
-    def get(self, isa: str = "auto", kv: str = "f32", threads: int = 1) -> Driver:
-        key = (isa, kv, threads)
+    def get(
+        self,
+        isa: str = "auto",
+        kv: str = "f32",
+        threads: int = 1,
+        activations: str = "float",
+    ) -> Driver:
+        key = (isa, kv, threads, activations)
         if key not in self._open:
-            self._open[key] = Driver(self._spec, self._tensors, isa=isa, kv=kv, threads=threads)
+            self._open[key] = Driver(
+                self._spec,
+                self._tensors,
+                isa=isa,
+                kv=kv,
+                threads=threads,
+                activations=activations,
+            )
         return self._open[key]
 
     def close(self) -> None:

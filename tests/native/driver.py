@@ -20,6 +20,7 @@ from kslserve.engine.types import Draft, OpKind, Row, RowKind, SlotConfig, State
 
 ISA_NAMES = {"auto": 0, "scalar": 1, "avx2": 2, "avx512": 3}
 ISA_PATHS = tuple(ffi.string(lib.ksl_isa_list()).decode().split())
+ACTIVATION_NUMBERS = {"auto": lib.KSL_ACT_AUTO, "float": lib.KSL_ACT_FLOAT}
 KV_NUMBERS = {
     "f32": lib.KSL_KV_F32,
     "bf16": lib.KSL_KV_BF16,
@@ -61,7 +62,8 @@ def _buffer(keep: list[Any], kind: str, data: Any) -> Any:
 
 
 class Driver:
-    """One open engine. Sizes are small by default: 6 slots, 10 slabs, 96 blocks of 16 tokens."""
+    """One open engine. Sizes are small by default: 6 slots, 10 slabs, 96 blocks of 16 tokens; and
+    arithmetic is exact, to compare with references."""
 
     def __init__(
         self,
@@ -75,6 +77,7 @@ class Driver:
         blocks_per_slot: int = 16,
         wave_columns: int = 160,
         kv: str = "f32",
+        activations: str = "float",
         isa: str = "auto",
         threads: int = 1,
         fail_alloc_at: int = 0,
@@ -114,6 +117,7 @@ class Driver:
         config.block_tokens, config.max_blocks_per_slot = block_tokens, blocks_per_slot
         config.wave_columns, config.ring_depth = wave_columns, 2
         config.kv_format = KV_NUMBERS[kv]
+        config.activations = ACTIVATION_NUMBERS[activations]
         config.isa, config.threads = ISA_NAMES[isa], threads
         config.test_hooks = int(test_hooks)
         config.fail_alloc_at = fail_alloc_at

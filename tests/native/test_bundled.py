@@ -38,7 +38,7 @@ class Outputs:
     draft_logits: npt.NDArray[np.float32]
 
 
-def run(model: str, weights: str, prompts: list[list[int]]) -> Outputs:
+def run(model: str, weights: str, prompts: list[list[int]], activations: str = "float") -> Outputs:
     """All prompts side by side: one decode row each per wave."""
     block_tokens = 16
     per_slot = -(-(max(len(p) for p in prompts) + STEPS) // block_tokens)
@@ -54,6 +54,7 @@ def run(model: str, weights: str, prompts: list[list[int]]) -> Outputs:
             blocks_per_slot=per_slot,
             wave_columns=CHUNK,
             kv="f32",
+            activations=activations,
             threads=2,
         ) as driver,
     ):
@@ -82,6 +83,12 @@ def fp6() -> Outputs:
     return run("ksl-nano", "auto", [item["prompt_ids"] for item in golden("nano_golden.json")])
 
 
+@pytest.fixture(scope="module")
+def int8() -> Outputs:
+    prompts = [item["prompt_ids"] for item in golden("nano_golden.json")]
+    return run("ksl-nano", "auto", prompts, "auto")
+
+
 def check_top(logits: npt.NDArray[np.float32], top: list[list[float]]) -> None:
     """The golden's five have its logits, and nothing else is above them."""
     ids = [int(token) for token, _ in top]
@@ -102,9 +109,25 @@ def test_equals_the_independent_forward(fp6: Outputs) -> None:
     check_exact(fp6, golden("nano_golden.json"))
 
 
-def test_agrees_with_the_bf16_original(fp6: Outputs) -> None:
+def divergence(expected: npt.NDArray[np.float32], found: npt.NDArray[np.float32]) -> float:
+    """Mean KL divergence, in nats, of the distributions of two arrays of logits."""
+    a, b = (x.astype(np.float64) - x.max(axis=1, keepdims=True) for x in (expected, found))
+    a -= np.log(np.exp(a).sum(axis=1, keepdims=True))
+    b -= np.log(np.exp(b).sum(axis=1, keepdims=True))
+    return float((np.exp(a) * (a - b)).sum(axis=1).mean())
+
+
+def test_int8_activations_stay_close(fp6: Outputs, int8: Outputs) -> None:
+    assert (int8.logits != fp6.logits).any()
+    assert (int8.logits.argmax(axis=1) == fp6.logits.argmax(axis=1)).all()
+    assert divergence(fp6.logits, int8.logits) < 1e-3
+
+
+@pytest.mark.parametrize("arithmetic", ["fp6", "int8"])
+def test_agrees_with_the_bf16_original(arithmetic: str, request: pytest.FixtureRequest) -> None:
+    outputs: Outputs = request.getfixturevalue(arithmetic)
     agreed = {True: 0, False: 0}
-    for ids, item in zip(fp6.ids, golden("nano_bf16_golden.json"), strict=True):
+    for ids, item in zip(outputs.ids, golden("nano_bf16_golden.json"), strict=True):
         end = STEPS if item["stop_index"] is None else item["stop_index"] + 1
         agreed[item["tools"]] += ids[:end] == item["output_ids"][:end]
     assert agreed[True] == 10

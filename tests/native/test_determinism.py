@@ -18,16 +18,21 @@ HOT = SamplingParams(temperature=1.0, top_k=40, top_p=0.95, repetition_penalty=1
 IDS = np.random.default_rng(5).integers(0, 199, 240).astype(np.int32)
 
 each_path = pytest.mark.parametrize("isa", ISA_PATHS)
-each_kv = pytest.mark.parametrize("kv", ["f32", "bf16"])
+# Every KV format with either arithmetic once.
+each_form = pytest.mark.parametrize(
+    ("kv", "arithmetic"), [("f32", "float"), ("f32", "auto"), ("bf16", "auto")]
+)
 few = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @each_path
-@each_kv
+@each_form
 @few
 @given(n=st.integers(1, 150), plan=st.lists(st.integers(1, 70), max_size=6))
-def test_any_chunking(engines: Engines, isa: str, kv: str, n: int, plan: list[int]) -> None:
-    driver = engines.get(isa, kv)
+def test_any_chunking(
+    engines: Engines, isa: str, kv: str, arithmetic: str, n: int, plan: list[int]
+) -> None:
+    driver = engines.get(isa, kv, activations=arithmetic)
     whole, parts = driver.begin(0, sampling=HOT), driver.begin(1, sampling=HOT)
     whole.prefill(IDS[:n])
     parts.prefill(IDS[:n], plan)
@@ -36,9 +41,9 @@ def test_any_chunking(engines: Engines, isa: str, kv: str, n: int, plan: list[in
 
 
 @each_path
-@each_kv
-def test_token_by_token(engines: Engines, isa: str, kv: str) -> None:
-    driver = engines.get(isa, kv)
+@each_form
+def test_token_by_token(engines: Engines, isa: str, kv: str, arithmetic: str) -> None:
+    driver = engines.get(isa, kv, activations=arithmetic)
     whole, single = driver.begin(0), driver.begin(1)
     whole.prefill(IDS[:90])
     single.prefill(IDS[:90], [1] * 90)
@@ -46,9 +51,9 @@ def test_token_by_token(engines: Engines, isa: str, kv: str) -> None:
 
 
 @each_path
-@each_kv
-def test_output_as_prompt(engines: Engines, isa: str, kv: str) -> None:
-    driver = engines.get(isa, kv)
+@each_form
+def test_output_as_prompt(engines: Engines, isa: str, kv: str, arithmetic: str) -> None:
+    driver = engines.get(isa, kv, activations=arithmetic)
     made = driver.begin(0, sampling=HOT, seed=3)
     out = [made.last(IDS[:40]), *made.decode(50)]
     assert len(set(out)) > 20
@@ -65,15 +70,15 @@ SCHEDULES = st.lists(
 
 
 @each_path
-@each_kv
+@each_form
 @few
 @given(schedule=SCHEDULES)
 def test_any_batch_mix(
-    engines: Engines, isa: str, kv: str, schedule: list[list[int | None]]
+    engines: Engines, isa: str, kv: str, arithmetic: str, schedule: list[list[int | None]]
 ) -> None:
     """Four sequences advance by drawn prompt chunks or sit a wave out, then decode together; each
     alone ends in the same state with the same ids."""
-    driver = engines.get(isa, kv)
+    driver = engines.get(isa, kv, activations=arithmetic)
     prompts = [np.roll(IDS, 31 * i)[:60] for i in range(4)]
     streams = [driver.begin(i, sampling=HOT, seed=i) for i in range(4)]
     out: list[list[int]] = [[] for _ in streams]
@@ -110,12 +115,12 @@ def test_any_batch_mix(
 
 
 @each_path
-@each_kv
-def test_any_number_of_threads(engines: Engines, isa: str, kv: str) -> None:
+@each_form
+def test_any_number_of_threads(engines: Engines, isa: str, kv: str, arithmetic: str) -> None:
     """With test hooks every stage is split, however small."""
     results = []
     for threads in (1, 2, 3):
-        driver = engines.get(isa, kv, threads)
+        driver = engines.get(isa, kv, threads, arithmetic)
         assert driver.info.threads == threads
         streams = [driver.begin(i, sampling=HOT, seed=i) for i in range(3)]
         rows = [

@@ -472,5 +472,6 @@ def test_info(tiny: Driver, engines: Engines) -> None:
     assert 0 < info.token_bytes < info.weight_bytes
     texts = [ffi.string(x).decode() for x in (info.isa, info.activation, info.equality)]
     assert texts == [ISA_PATHS[-1], "float", "bit"]
+    assert ffi.string(engines.get(activations="auto").info.activation) == b"int8"
     numerics = {ffi.string(engines.get(kv=kv).info.numerics) for kv in ("f32", "bf16")}
     assert len(numerics) == 2

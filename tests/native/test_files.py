@@ -92,17 +92,25 @@ def test_reading_in_place_gives_the_same(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("kv", ["f32", "bf16"])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_the_memory_plan_is_the_engines(kv: str, threads: int) -> None:
+@pytest.mark.parametrize("activations", ["auto", "float"])
+def test_the_memory_plan_is_the_engines(kv: str, threads: int, activations: str) -> None:
     spec = tiny_spec()
     tensors = tiny_tensors(spec, tiny_arrays(spec), "e2m3")
     sizes = {"slots": 6, "slabs": 10, "blocks": 96, "block_tokens": 16, "blocks_per_slot": 16}
     with Driver(
-        spec, tensors, **sizes, wave_columns=160, kv=kv, threads=threads, test_hooks=False
+        spec,
+        tensors,
+        **sizes,
+        wave_columns=160,
+        kv=kv,
+        threads=threads,
+        test_hooks=False,
+        activations=activations,
     ) as driver:
         info = driver.info
         assert info.slab_bytes == budget.slab_bytes(spec, kv)
         assert info.block_bytes == budget.block_bytes(spec, kv, 16)
         assert info.kv_token_bytes == budget.kv_token_bytes(spec, kv)
-        planned = budget.workspace_bytes(spec, 6, 160, threads)
+        planned = budget.workspace_bytes(spec, 6, 160, threads, activations == "auto")
         # what the plan leaves out are a few structures per slot, column and thread
         assert planned <= info.scratch_bytes <= planned * 1.01 + 64 * 1024

@@ -1,0 +1,341 @@
+// Matrix product of small-integer weights and int8 activations.
+//
+// Weights are bytes 64 + v with v an integer (8 times an E2M3, 2 times an E2M1 value), so that one
+// instruction multiplies unsigned by signed bytes; sums start at -64 times the sum of the
+// activations, which the quantisation left beside them. Inside a block with one scale (128 columns;
+// NVFP4: a group of 16) sums are integers and exact in any order. Blocks are then added in
+// ascending order by multiply-add, so a column's bits do not depend on how many columns or rows a
+// call has.
+//
+// Few columns: a panel is expanded in registers and used once. Many columns: two panels are
+// expanded block by block into L1 and used for all columns of a chunk.
+#include "kernels.h"
+
+namespace ksl {
+namespace {
+
+enum {
+  kBlockQuads = kScaleBlock / 4,
+  kChunkColumns = 8 * kIntTileColumns,  // columns that share an expanded block
+};
+
+template <class D>
+KSL_STEP void expand_group(const uint8_t *g, U (&w)[4]) {
+  w[0] = D::template bytes<0>(g);
+  w[1] = D::template bytes<1>(g);
+  w[2] = D::template bytes<2>(g);
+  w[3] = D::template bytes<3>(g);
+}
+
+// The columns of one product: column c at x + c * stride.
+struct IntInput {
+  const uint8_t *x;
+  size_t stride;
+  QuantizedColumn at;  // of column 0
+
+  const int8_t *codes(int c) const { return at.codes + c * stride; }
+  float scale(int c, int block) const { return moved(at.scales, c)[block]; }
+  int32_t block(int c, int block) const { return moved(at.blocks, c)[block]; }
+  int32_t group(int c, int group) const { return moved(at.groups, c)[group]; }
+
+ private:
+  template <class T>
+  T *moved(T *p, int c) const {
+    return (T *)((uint8_t *)p + c * stride);
+  }
+};
+
+// ---- few columns
+
+// Partial sums of one column that do not wait for each other.
+constexpr int int_chains(int columns) {
+  return columns == 1 ? 4 : columns == 2 ? 2 : 1;
+}
+
+// One block of one panel with one scale, groups [first, last) at g.
+template <class D, int C>
+KSL_INLINE void direct_block(const uint8_t *g, const IntInput &in, int first, int last, int block,
+                             V scale, V (&total)[C]) {
+  constexpr int S = int_chains(C);
+  I acc[S][C];
+#pragma GCC unroll 8
+  for (int c = 0; c < C; c++) {
+    acc[0][c] = i_set1(in.block(c, block));
+#pragma GCC unroll 4
+    for (int s = 1; s < S; s++) acc[s][c] = i_set1(0);
+  }
+  for (int group = first; group < last; group++) {
+    U w[4];
+    expand_group<D>(g, w);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++)
+#pragma GCC unroll 8
+      for (int c = 0; c < C; c++)
+        acc[j % S][c] = i_dot(acc[j % S][c], w[j], in.codes(c) + group * kGroup + 4 * j);
+    g += D::kGroupBytes;
+  }
+#pragma GCC unroll 8
+  for (int c = 0; c < C; c++) {
+#pragma GCC unroll 4
+    for (int s = 1; s < S; s++) acc[0][c] = i_add(acc[0][c], acc[s][c]);
+    const V sum = v_mul(v_of_int(acc[0][c]), v_set1(in.scale(c, block)));
+    total[c] = v_fma(sum, scale, total[c]);
+  }
+}
+
+// The same where every group of every row has a scale.
+template <class D, int C>
+KSL_INLINE void direct_groups(const uint8_t *g, const uint8_t *s, const IntInput &in, int first,
+                              int last, int block, V scale, V (&total)[C]) {
+  V sum[C];
+#pragma GCC unroll 8
+  for (int c = 0; c < C; c++) sum[c] = v_zero();
+  for (int group = first; group < last; group++) {
+    U w[4];
+    expand_group<D>(g, w);
+    const V group_scale = D::aux(s);
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++) {
+      I acc = i_set1(in.group(c, group));
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; j++) acc = i_dot(acc, w[j], in.codes(c) + group * kGroup + 4 * j);
+      sum[c] = v_fma(v_of_int(acc), group_scale, sum[c]);
+    }
+    g += D::kGroupBytes;
+    s += kPanel;
+  }
+#pragma GCC unroll 8
+  for (int c = 0; c < C; c++)
+    total[c] = v_fma(v_mul(sum[c], v_set1(in.scale(c, block))), scale, total[c]);
+}
+
+template <class D, int C>
+static void int_direct(const Matrix *w, const IntInput &in, int panel, int end, float *y,
+                       size_t ys) {
+  const PanelView view = panel_view<D>(w);
+  for (; panel < end; panel++) {
+    const uint8_t *g = view.codes + (size_t)panel * view.code_stride;
+    const uint8_t *s = view.scales + (size_t)panel * view.scale_stride;
+    V total[C];
+    for (int c = 0; c < C; c++) total[c] = v_zero();
+    for (int first = 0, block = 0; first < view.groups; first += kBlockGroups, block++) {
+      const int last = first + kBlockGroups < view.groups ? first + kBlockGroups : view.groups;
+      const V scale = v_set1(block_scale<D>(w, panel, block));
+      if constexpr (D::kGroupScales)
+        direct_groups<D, C>(g, s, in, first, last, block, scale, total);
+      else
+        direct_block<D, C>(g, in, first, last, block, scale, total);
+      g += kBlockGroups * D::kGroupBytes;
+      s += kBlockGroups * kPanel;
+    }
+    const int row = panel * kPanel, rows = w->rows - row;
+    for (int c = 0; c < C; c++) {
+      if (rows >= kPanel)
+        v_store(y + c * ys + row, total[c]);
+      else
+        v_store_n(y + c * ys + row, total[c], rows);
+    }
+  }
+}
+
+// ---- many columns
+
+// One block of P expanded panels, their quads side by side, times C columns, added to `out`, rows
+// of P panels.
+template <int P, int C>
+static void int_tile(const uint8_t *weights, int quads, const IntInput &in, int column, int block,
+                     const float *scale, bool begin, float *out) {
+  I acc[P][C];
+#pragma GCC unroll 16
+  for (int c = 0; c < C; c++)
+#pragma GCC unroll 16
+    for (int p = 0; p < P; p++) acc[p][c] = i_set1(in.block(column + c, block));
+  const int8_t *x = in.codes(column) + block * kScaleBlock;
+  for (int quad = 0; quad < quads; quad++) {
+    U w[P];
+#pragma GCC unroll 16
+    for (int p = 0; p < P; p++) w[p] = u_load(weights + (quad * P + p) * 64);
+#pragma GCC unroll 16
+    for (int c = 0; c < C; c++)
+#pragma GCC unroll 16
+      for (int p = 0; p < P; p++) acc[p][c] = i_dot(acc[p][c], w[p], x + c * in.stride + 4 * quad);
+  }
+#pragma GCC unroll 16
+  for (int c = 0; c < C; c++) {
+    const V column_scale = v_set1(in.scale(column + c, block));
+#pragma GCC unroll 16
+    for (int p = 0; p < P; p++) {
+      float *to = out + (c * P + p) * kPanel;
+      const V sum = v_mul(v_of_int(acc[p][c]), column_scale);
+      v_store(to, v_fma(sum, v_set1(scale[p]), begin ? v_zero() : v_load(to)));
+    }
+  }
+}
+
+// The same where every group of every row has a scale: `scales` per group of each panel.
+template <int P, int C>
+static void int_tile_groups(const uint8_t *weights, int quads, const float *scales,
+                            const IntInput &in, int column, int block, const float *scale,
+                            bool begin, float *out) {
+  V sum[P][C];
+#pragma GCC unroll 16
+  for (int c = 0; c < C; c++)
+#pragma GCC unroll 16
+    for (int p = 0; p < P; p++) sum[p][c] = v_zero();
+  const int8_t *x = in.codes(column) + block * kScaleBlock;
+  for (int group = 0; group < quads / 4; group++) {
+#pragma GCC unroll 16
+    for (int p = 0; p < P; p++) {
+      U w[4];
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; j++) w[j] = u_load(weights + ((4 * group + j) * P + p) * 64);
+      const V group_scale = v_load(scales + (group * P + p) * kPanel);
+#pragma GCC unroll 16
+      for (int c = 0; c < C; c++) {
+        I acc = i_set1(in.group(column + c, block * kBlockGroups + group));
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++)
+          acc = i_dot(acc, w[j], x + c * in.stride + group * kGroup + 4 * j);
+        sum[p][c] = v_fma(v_of_int(acc), group_scale, sum[p][c]);
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int c = 0; c < C; c++) {
+    const V column_scale = v_set1(in.scale(column + c, block));
+#pragma GCC unroll 16
+    for (int p = 0; p < P; p++) {
+      float *to = out + (c * P + p) * kPanel;
+      v_store(to, v_fma(v_mul(sum[p][c], column_scale), v_set1(scale[p]),
+                        begin ? v_zero() : v_load(to)));
+    }
+  }
+}
+
+// Scratch of one call, in L1 and L2.
+struct IntScratch {
+  alignas(64) uint8_t weights[kIntTilePanels * kPanel * kScaleBlock];
+  alignas(64) float scales[kIntTilePanels * kPanel * kBlockGroups];
+  alignas(64) float out[kIntTilePanels * kPanel * kChunkColumns];
+};
+
+template <class D, int P>
+KSL_INLINE void int_block(const Matrix *w, const PanelView &view, const IntInput &in, int panel,
+                          int column0, int columns, int block, IntScratch *scratch) {
+  const int first = block * kBlockGroups;
+  const int last = first + kBlockGroups < view.groups ? first + kBlockGroups : view.groups;
+  const int quads = 4 * (last - first);
+  float scale[P];
+  for (int p = 0; p < P; p++) {
+    const uint8_t *g =
+        view.codes + (size_t)(panel + p) * view.code_stride + (size_t)first * D::kGroupBytes;
+    const uint8_t *s = view.scales + (size_t)(panel + p) * view.scale_stride + first * kPanel;
+    for (int group = 0; group < last - first; group++) {
+      U bytes[4];
+      expand_group<D>(g + group * D::kGroupBytes, bytes);
+      for (int j = 0; j < 4; j++)
+        u_store(scratch->weights + ((4 * group + j) * P + p) * 64, bytes[j]);
+      if constexpr (D::kGroupScales)
+        v_store(scratch->scales + (group * P + p) * kPanel, D::aux(s + group * kPanel));
+    }
+    scale[p] = block_scale<D>(w, panel + p, block);
+  }
+  int c = 0;
+#define KSL_TILES(C)                                                                            \
+  for (; (C) <= kIntTileColumns && c + (C) <= columns; c += (C)) {                              \
+    constexpr int kColumns = (C) <= kIntTileColumns ? (C) : 1;                                  \
+    float *out = scratch->out + c * P * kPanel;                                                 \
+    if constexpr (D::kGroupScales)                                                              \
+      int_tile_groups<P, kColumns>(scratch->weights, quads, scratch->scales, in, column0 + c,   \
+                                   block, scale, block == 0, out);                              \
+    else                                                                                        \
+      int_tile<P, kColumns>(scratch->weights, quads, in, column0 + c, block, scale, block == 0, \
+                            out);                                                               \
+  }
+  KSL_TILES(kIntTileColumns)
+  KSL_TILES(8)
+  KSL_TILES(4)
+  KSL_TILES(2)
+  KSL_TILES(1)
+#undef KSL_TILES
+}
+
+template <class D, int P>
+KSL_INLINE void int_panels(const Matrix *w, const PanelView &view, const IntInput &in, int panel,
+                           int column0, int columns, IntScratch *scratch, float *y, size_t ys) {
+  for (int block = 0; block * kBlockGroups < view.groups; block++)
+    int_block<D, P>(w, view, in, panel, column0, columns, block, scratch);
+  const int row = panel * kPanel;
+  for (int c = 0; c < columns; c++) {
+    for (int p = 0; p < P; p++) {
+      const V sum = v_load(scratch->out + (c * P + p) * kPanel);
+      float *to = y + (column0 + c) * ys + row + p * kPanel;
+      const int rows = w->rows - row - p * kPanel;
+      if (rows >= kPanel)
+        v_store(to, sum);
+      else
+        v_store_n(to, sum, rows);
+    }
+  }
+}
+
+template <class D>
+static void int_tiled(const Matrix *w, const IntInput &in, int n, int panel0, int panel1, float *y,
+                      size_t ys) {
+  // Groups with scales of their own keep their sums in registers: one panel at a time.
+  constexpr int P = D::kGroupScales ? 1 : (int)kIntTilePanels;
+  IntScratch scratch;
+  const PanelView view = panel_view<D>(w);
+  for (int c = 0; c < n; c += kChunkColumns) {
+    const int columns = n - c < kChunkColumns ? n - c : (int)kChunkColumns;
+    int panel = panel0;
+    for (; panel + P <= panel1; panel += P)
+      int_panels<D, P>(w, view, in, panel, c, columns, &scratch, y, ys);
+    for (; panel < panel1; panel++)
+      int_panels<D, 1>(w, view, in, panel, c, columns, &scratch, y, ys);
+  }
+}
+
+constexpr int int_direct_width(int columns) {
+  return columns < kIntDirectColumns ? columns : (int)kIntDirectColumns;
+}
+
+template <class D>
+static void gemm_int_of(const Matrix *w, const IntInput &in, int n, int r0, int r1, float *y,
+                        size_t ys) {
+  const int p0 = r0 / kPanel, p1 = (r1 + kPanel - 1) / kPanel;
+  if (n > kIntDirectColumns) return int_tiled<D>(w, in, n, p0, p1, y, ys);
+  switch (n) {
+    case 1:
+      return int_direct<D, 1>(w, in, p0, p1, y, ys);
+    case 2:
+      return int_direct<D, int_direct_width(2)>(w, in, p0, p1, y, ys);
+    case 3:
+      return int_direct<D, int_direct_width(3)>(w, in, p0, p1, y, ys);
+    case 4:
+      return int_direct<D, int_direct_width(4)>(w, in, p0, p1, y, ys);
+    case 5:
+      return int_direct<D, int_direct_width(5)>(w, in, p0, p1, y, ys);
+    case 6:
+      return int_direct<D, int_direct_width(6)>(w, in, p0, p1, y, ys);
+    case 7:
+      return int_direct<D, int_direct_width(7)>(w, in, p0, p1, y, ys);
+    default:
+      return int_direct<D, int_direct_width(8)>(w, in, p0, p1, y, ys);
+  }
+}
+
+static void gemm_int(const Matrix *w, const uint8_t *x, size_t xs, int n, int r0, int r1, float *y,
+                     size_t ys) {
+  if (n <= 0 || r1 <= r0) return;
+  const IntInput in = {x, xs, quantized_column((uint8_t *)x, w->cols)};
+  if (w->encoding == KSL_ENC_E2M3)
+    gemm_int_of<DecodeE2m3>(w, in, n, r0, r1, y, ys);
+  else if (w->encoding == KSL_ENC_NVFP4)
+    gemm_int_of<DecodeNvfp4>(w, in, n, r0, r1, y, ys);
+  else
+    __builtin_trap();
+}
+
+}  // namespace
+}  // namespace ksl

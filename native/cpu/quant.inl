@@ -1,0 +1,47 @@
+// Activations as int8 with one scale per 128 columns.
+#include "kernels.h"
+
+namespace ksl {
+namespace {
+
+// Sixteen columns over their scale, rounded to nearest even; returns their sum.
+KSL_INLINE int32_t quantize_group(V x, V inverse, int8_t *codes) {
+  const V magic = v_set1(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const V q = v_sub(v_fma(x, inverse, magic), magic);
+  v_store_s8(codes, q);
+  return (int32_t)v_hsum(q);  // exact: small integers
+}
+
+static void quantize(const float *x, int n, uint8_t *out) {
+  const QuantizedColumn to = quantized_column(out, n);
+  for (int k0 = 0, block = 0; k0 < n; k0 += kScaleBlock, block++) {
+    const int m = n - k0 < kScaleBlock ? n - k0 : (int)kScaleBlock;
+    V part[kScaleBlock / 16];
+    V top = v_zero(), rest = v_zero();
+#pragma GCC unroll 8
+    for (int i = 0; i < kScaleBlock / 16; i++) {
+      const int left = m - 16 * i;
+      part[i] = left >= 16 ? v_load(x + k0 + 16 * i)
+                           : (left > 0 ? v_load_n(x + k0 + 16 * i, left) : v_zero());
+      top = v_max(top, v_max(part[i], v_sub(v_zero(), part[i])));
+      rest = v_fma(part[i], v_zero(), rest);
+    }
+    // What is not finite makes the block a NaN, which no product hides; what is tiny is zero.
+    const float most = v_hmax(top), bad = v_hsum(rest);
+    const bool usable = bad == 0.0f && most > 0x1p-100f;
+    to.scales[block] = usable ? most * (1.0f / 127.0f) : bad;
+    const V inverse = v_set1(usable ? 127.0f / most : 0.0f);
+    int32_t sum = 0;
+#pragma GCC unroll 8
+    for (int i = 0; i < kScaleBlock / 16; i++) {
+      const V value = bad == 0.0f ? part[i] : v_zero();
+      const int32_t s = quantize_group(value, inverse, to.codes + k0 + 16 * i);
+      to.groups[k0 / 16 + i] = -kOffset * s;
+      sum += s;
+    }
+    to.blocks[block] = -kOffset * sum;
+  }
+}
+
+}  // namespace
+}  // namespace ksl
