@@ -60,6 +60,7 @@ def fuzz(
         count += 1
     grown = _peak_bytes() - before
     assert grown < MEMORY_BYTES, f"{name}: {grown} bytes more memory after {count} attempts"
+    print(f"{name}: {count} attempts")  # pytest -s
     return count
 
 

@@ -28,13 +28,14 @@ def run(name: str, attempt: Attempt, seconds: float, first: int = 0) -> int:
         except BaseException as error:
             raise AssertionError(f"{name}: attempt {number}") from error
         count += 1
+    print(f"{name}: {count} attempts")  # pytest -s
     return count
 
 
 def main(target: str, seconds: float, first: int = 0) -> None:
     from tests.fuzz.online import TARGETS
 
-    print(f"{target}: {run(target, TARGETS[target], seconds, first)} attempts")
+    run(target, TARGETS[target], seconds, first)
 
 
 if __name__ == "__main__":
