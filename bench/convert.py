@@ -123,11 +123,11 @@ def main() -> None:
             pack, count = packing(folder, items)
 
             def whole(file_format: str = file_format, weights: str = weights) -> None:
-                target.unlink(missing_ok=True)
                 convert(str(folder), str(target), file_format=file_format, weights=weights)
 
             alone, whole_s = [], []
             for _ in range(args.rounds):
+                target.unlink(missing_ok=True)
                 alone.append(timed(pack))
                 whole_s.append(timed(whole))
             (native, native_cpu), (full, full_cpu) = (
