@@ -111,6 +111,9 @@ def _emit_binding(path: Path) -> None:
 
     ffi = cffi.FFI()
     ffi.cdef((ROOT / "native/include/ksl.h").read_text(encoding="utf-8"))
+    ffi.cdef(
+        'extern "Python" int ksl_python_read(void *, int64_t, int64_t, void *, void *, float *);'
+    )
     ffi.set_source("_kslserve", '#include <stdint.h>\n#include "ksl.h"\n')
     ffi.emit_c_code(str(path))
 

@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 # SHA-256 of native/include/ksl.h; `python build.py abi` writes it, the build refuses another one.
-ABI_HASH = "6f29439d8c6e21377c1f209cd117ae9ef5cc91c80dd4aa4dce34ddf1fbd49232"
+ABI_HASH = "86e1d447ff239372ab7f7e10c336ec3d0e8d3d5973ce19d18ab78543ddef1663"
 
 
 def header_hash(root: Path) -> str:

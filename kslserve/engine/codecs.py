@@ -123,6 +123,29 @@ def decode(encoding: int, codes: Any, scales: Any, globals_: Any, rows: int, col
     return values
 
 
+def reorder(order: npt.NDArray[np.int32], data: U8, unit_bytes: int) -> U8:
+    """Units of 3 or 4 bytes in another order, without the interpreter lock: within each run of
+    len(order) units of `data`, unit i of the result is unit order[i]. uint8 [bytes of data]."""
+    runs, rest = divmod(data.size, order.size * unit_bytes)
+    if rest:
+        raise EngineError(f"{data.size} bytes are no whole runs of {order.size} units.")
+    found = np.empty(data.size, np.uint8)
+    ffi, lib = _native()
+    error = ffi.new("ksl_error *")
+    code = lib.ksl_reorder(
+        ffi.from_buffer("int32_t[]", order),
+        order.size,
+        unit_bytes,
+        runs,
+        ffi.from_buffer(data),
+        ffi.from_buffer(found),
+        error,
+    )
+    if code != lib.KSL_OK:
+        raise EngineError(ffi.string(error.text).decode(errors="replace"))
+    return found
+
+
 def _require_multiple(encoding: int, cols: int, of: int) -> None:
     if cols % of:
         raise EngineError(

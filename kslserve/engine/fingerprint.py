@@ -20,14 +20,17 @@ PIECE_BYTES = 4096
 
 def fingerprint(spec: ModelSpec, tensors: Iterable[TensorArg], info: EngineInfo) -> str:
     """SHA-256 (hex) over dimensions, tensors in order of their names, KV format, block size and
-    numerics. Of a large buffer only its size and evenly spaced pieces are read, so that a model
-    that is mapped from a file is not paged in for it."""
+    numerics. Of a large buffer only its size and evenly spaced pieces count; a tensor that is read
+    says itself what it holds, once it was read."""
     digest = hashlib.sha256()
     facts = (astuple(spec), info.kv_format, info.block_tokens, info.activation, info.numerics)
     digest.update(repr(facts).encode())
     for tensor in sorted(tensors, key=lambda t: t.name):
         shape = (tensor.name, tensor.encoding, tensor.rows, tensor.cols, tensor.fill)
         digest.update(repr(shape).encode())
+        if tensor.read is not None:
+            digest.update(tensor.read.digest())
+            continue
         for buffer in (tensor.data, tensor.scales, tensor.globals_):
             _update(digest, buffer)
     return digest.hexdigest()

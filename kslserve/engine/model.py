@@ -6,10 +6,13 @@ Model files make these values; engines read them. Encodings and fill kinds are t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 LAYER_KINDS = ("linear", "full")
+
+Parts = tuple[Any, Any, Any]  # buffers of data, scales and globals, or None
 
 FILL_UNIFORM = 1
 FILL_CONSTANT = 2
@@ -55,11 +58,25 @@ class Fill:
     scale: float = 1.0
 
 
+class RowReader(Protocol):
+    """The values of a tensor that are not in memory."""
+
+    def __call__(self, begin: int, end: int) -> Iterable[Parts]:
+        """Rows [begin, end) as consecutive pieces, each a matrix of its own. begin and the ends of
+        pieces are multiples of 128, or the last row. Asked in ascending order, from row 0 on, by
+        one thread at a time. May raise ModelFileError."""
+
+    def digest(self) -> bytes:
+        """Equal for equal values, once all rows were read in order."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorArg:
     """One tensor. data, scales, globals_: contiguous buffers in the layout of the encoding
-    (`codecs.encoding_sizes` gives their bytes), or None. With `fill`, data is None.
-    Vectors have cols = 1; conv1d is [channels, taps]. Buffers are read only during open."""
+    (`codecs.encoding_sizes` gives their bytes), or None. Vectors have cols = 1; conv1d is
+    [channels, taps]. Buffers are read only during open.
+
+    With `fill`, or with `read`, all buffers are None."""
 
     name: str
     encoding: int
@@ -69,6 +86,7 @@ class TensorArg:
     scales: Any = None
     globals_: Any = None
     fill: Fill | None = None
+    read: RowReader | None = None
 
 
 @dataclass(frozen=True, slots=True)

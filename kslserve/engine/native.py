@@ -1,7 +1,8 @@
 """NativeEngine: the engine protocol over the C ABI of `_kslserve`.
 
 The engine thread writes done records into a ring and makes a descriptor readable; the event loop
-then drains the ring with one call into one buffer. No native code ever calls back into Python."""
+then drains the ring with one call into one buffer. Native code calls back into Python only while
+an engine opens, to read the weights that are not in memory."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from kslserve.engine.marshal import (
     unpack_row,
 )
 from kslserve.engine.model import LAYER_KINDS, ModelSpec, PoolSizes, TensorArg
+from kslserve.engine.tensors import TensorTable
 from kslserve.engine.types import Done, EngineInfo, Progress, RowDone, Wave
 from kslserve.errors import EngineError, EnginePoisoned, ModelFileError
 
@@ -102,7 +104,7 @@ class NativeEngine:
         draft_margin, draft_vocab: when MTP stops drafting and what it may draft, see ksl.h.
         library: the one with the backend, `_kslserve.lib` (CPU) or a `CudaLibrary`.
         Raises ModelFileError for tensors, dimensions or sizes that the engine refuses and
-        EngineError when memory is out, with the native text.
+        EngineError when memory is out, with the native text; and what a tensor's `read` raises.
         """
         keep: list[Any] = []
         config = _config(spec, pools, keep)
@@ -115,11 +117,10 @@ class NativeEngine:
         config.draft_vocab = draft_vocab
         config.test_hooks = test_hooks
         config.fail_alloc_at = fail_alloc_at
-        table = ffi.new("ksl_tensor[]", max(len(tensors), 1))
-        for entry, tensor in zip(table, tensors, strict=False):
-            _fill_tensor(entry, tensor, keep)
+        table = TensorTable(tensors)
         handle, error = ffi.new("ksl_engine **"), ffi.new("ksl_error *")
-        code = library.ksl_open(config, table, len(tensors), handle, error)
+        code = library.ksl_open(config, table.structs, len(tensors), handle, error)
+        table.raise_read_error()
         if code == lib.KSL_INVALID:
             raise ModelFileError(_sentence(error))
         if code != lib.KSL_OK:
@@ -236,29 +237,6 @@ def _config(spec: ModelSpec, pools: PoolSizes, keep: list[Any]) -> Any:
     config.max_blocks_per_slot = pools.blocks_per_slot
     config.layer_kinds = kinds
     return config
-
-
-def _fill_tensor(entry: Any, tensor: TensorArg, keep: list[Any]) -> None:
-    """One ksl_tensor; what it points to goes into `keep`."""
-    name = ffi.new("char[]", tensor.name.encode())
-    keep.append(name)
-    entry.name = name
-    entry.encoding = tensor.encoding
-    entry.rows, entry.cols = tensor.rows, tensor.cols
-    for field, size, kind, buffer in (
-        ("data", "data_bytes", "void *", tensor.data),
-        ("scales", "scales_bytes", "void *", tensor.scales),
-        ("globals", "globals_bytes", "float *", tensor.globals_),
-    ):
-        if buffer is not None:
-            view = ffi.from_buffer(buffer)
-            keep.append(view)
-            setattr(entry, field, ffi.cast(kind, view))
-            setattr(entry, size, ffi.sizeof(view))
-    if tensor.fill is not None:
-        entry.fill_kind = tensor.fill.kind
-        entry.fill_seed = tensor.fill.seed
-        entry.fill_scale = tensor.fill.scale
 
 
 def _info(library: Any, handle: Any, pools: PoolSizes, kv_format: str) -> EngineInfo:

@@ -42,8 +42,7 @@ from kslserve.ksl.files import TEXT_LIMIT_BYTES, fail, parse_object, quote, quot
 from kslserve.ksl.hf_config import read_config
 from kslserve.ksl.model import CONFIG, TEXT_FILES, Source
 from kslserve.ksl.policy import HEADS, WEIGHTS
-from kslserve.ksl.safetensors import ITEM_BYTES, SafetensorsFile
-from kslserve.ksl.source import aligned
+from kslserve.ksl.safetensors import SafetensorsFile
 
 FORMAT = "ksl2"
 VERSION = 1
@@ -139,7 +138,6 @@ def _open(file: SafetensorsFile, path: str, where: str) -> Source:
         tied=family.tied,
         stored=layout.check(spec, family.tied, stored, where),
         rows=_rows(file, stored, parts),
-        view=_view(file, stored, parts),
         kind="container",
         stored_bytes={name: sum(p.size for p in found) for name, found in parts.items()},
         config=config,
@@ -234,19 +232,6 @@ def _rows(
         return TensorArg(name, item.encoding, end - begin, item.cols, *buffers)
 
     return rows
-
-
-def _view(
-    file: SafetensorsFile, stored: dict[str, layout.Stored], parts: dict[str, list[Part]]
-) -> Callable[[str], TensorArg]:
-    def view(name: str) -> TensorArg:
-        item = stored[name]
-        buffers: list[Any] = [None, None, None]
-        for index, part in enumerate(parts[name]):
-            buffers[index] = aligned(file.view(part.name), ITEM_BYTES[part.dtype])
-        return TensorArg(name, item.encoding, item.rows, item.cols, *buffers)
-
-    return view
 
 
 def verify(path: str, progress: Callable[[int, int], None] = lambda done, total: None) -> list[str]:

@@ -4,15 +4,12 @@ Only regular files are read (a pipe or a device would block or never end), and J
 strictly: UTF-8, one object, no repeated key.
 
 A file may be cut by others while it is in use. Reading it by position notices that and says so;
-reading a memory map of it would end the process. So everything is read by position, except the
-tensors of a model that is too large to hold twice while an engine opens (`RegularFile.view`).
+reading a memory map of it would end the process. So everything is read by position.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import mmap
 import os
 import stat
 from typing import Any, NoReturn
@@ -58,12 +55,11 @@ def open_regular(path: str) -> tuple[int, int]:
 class RegularFile:
     """An open regular file. where: its path for error texts. size: bytes at opening."""
 
-    __slots__ = ("_handle", "_map", "size", "where")
+    __slots__ = ("_handle", "size", "where")
 
     def __init__(self, path: str) -> None:
         """ModelFileError for what cannot be opened or is no regular file."""
         self.where = quote_path(path)
-        self._map: mmap.mmap | None = None
         self._handle, self.size = open_regular(path)
 
     def read(self, start: int, size: int) -> Bytes:
@@ -84,20 +80,6 @@ class RegularFile:
             fail(self.where, f"there is no memory for the {size} bytes at byte {start}.")
         return found
 
-    def view(self, start: int, size: int) -> Bytes:
-        """Bytes [start, start + size) in place: read-only, and alive after `close`. The file must
-        keep its size while they are used."""
-        if size == 0:
-            return np.empty(0, np.uint8)
-        if os.fstat(self._handle).st_size < start + size:
-            self._fail_cut(start, size)
-        if self._map is None:
-            try:
-                self._map = mmap.mmap(self._handle, self.size, access=mmap.ACCESS_READ)
-            except (OSError, ValueError) as error:
-                fail(self.where, f"cannot be mapped into memory: {error}.")
-        return np.frombuffer(self._map, np.uint8, size, start)
-
     def _fail_cut(self, start: int, size: int) -> NoReturn:
         end = os.fstat(self._handle).st_size
         fail(
@@ -108,10 +90,6 @@ class RegularFile:
 
     def close(self) -> None:
         """Idempotent."""
-        if self._map is not None:
-            with contextlib.suppress(BufferError):  # views remain: it goes with the last of them
-                self._map.close()
-            self._map = None
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1

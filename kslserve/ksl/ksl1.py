@@ -116,7 +116,6 @@ def _open(file: RegularFile, path: str, config: bytes | None, config_where: str)
         tied=family.tied,
         stored=layout.check(family.spec, family.tied, stored, file.where),
         rows=_rows(file, header, places),
-        view=_whole(file, header, places),
         config=values,
         config_eos=config_eos,
         files={"config.json": config or _json(values)},
@@ -330,13 +329,3 @@ def _multiply(codes: U8, scales: F32, rows: int, cols: int, encoding: int) -> U8
     values = codecs.decode(ENC_FP8, codes, ones, None, rows, cols)
     values *= np.repeat(np.repeat(scales, SCALE_BLOCK, 0)[:rows], FINE, 1)[:, :cols]
     return codecs.encode(encoding, values).codes.reshape(-1)
-
-
-def _whole(file: RegularFile, header: Header, places: dict[str, _Place]) -> Any:
-    rows = _rows(file, header, places)
-
-    def view(name: str) -> TensorArg:
-        arg: TensorArg = rows(name, 0, places[name].record.rows)
-        return arg
-
-    return view

@@ -9,12 +9,11 @@ such units within each row of tiles.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kslserve.engine.codecs import U8
+from kslserve.engine.codecs import U8, reorder
 from kslserve.ksl.ksl1_header import (
     FLAG_E2M3,
     FLAG_ROW_MAJOR,
@@ -32,34 +31,32 @@ def from_tiles(payload: U8, flags: int, rows: int, cols: int) -> U8:
     the layout bits of the file."""
     if flags & FLAG_ROW_MAJOR:
         return payload
-    return _taken(payload, flags, rows, _inverse(cols, bool(flags & FLAG_WORD_MAJOR)))
+    assert rows % TILE_ROWS == 0, "whole rows of tiles"
+    return reorder(_inverse(cols, bool(flags & FLAG_WORD_MAJOR)), payload, _unit_bytes(flags))
 
 
 def to_tiles(codes: U8, flags: int, rows: int, cols: int) -> U8:
     """The inverse of `from_tiles`."""
     if flags & FLAG_ROW_MAJOR:
         return codes
-    return _taken(codes, flags, rows, _order(cols, bool(flags & FLAG_WORD_MAJOR)))
+    assert rows % TILE_ROWS == 0, "whole rows of tiles"
+    return reorder(_order(cols, bool(flags & FLAG_WORD_MAJOR)), codes, _unit_bytes(flags))
 
 
-def _taken(data: U8, flags: int, rows: int, order: npt.NDArray[np.intp]) -> U8:
-    """The units of each row of tiles in another order."""
-    unit = np.dtype("V3" if flags & FLAG_E2M3 else "V4")
-    units: Any = data.view(unit).reshape(rows // TILE_ROWS, order.size)
-    found: U8 = np.take(units, order, axis=1).reshape(-1).view(np.uint8)
-    return found
+def _unit_bytes(flags: int) -> int:
+    return 3 if flags & FLAG_E2M3 else 4
 
 
 @lru_cache(maxsize=16)
-def _inverse(cols: int, word_major: bool) -> npt.NDArray[np.intp]:
-    return np.argsort(_order(cols, word_major))
+def _inverse(cols: int, word_major: bool) -> npt.NDArray[np.int32]:
+    return np.argsort(_order(cols, word_major)).astype(np.int32)
 
 
 @lru_cache(maxsize=16)  # a model has a handful of widths
-def _order(cols: int, word_major: bool) -> npt.NDArray[np.intp]:
+def _order(cols: int, word_major: bool) -> npt.NDArray[np.int32]:
     """For each unit of a row of tiles, in file order, its row-major number among those 16 rows."""
     tiles = cols // TILE_COLS
-    numbers = np.arange(TILE_ROWS * cols // _UNIT_COLS).reshape(
+    numbers = np.arange(TILE_ROWS * cols // _UNIT_COLS, dtype=np.int32).reshape(
         _PAIRS, _ROWS_A_LANE, tiles, _LANES_A_ROW, _HALVES
     )
     # a tile is [half][row of pair][pair][lane] word-major, else [pair][lane][half][row of pair]

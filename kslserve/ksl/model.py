@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kslserve.engine.model import ModelSpec, TensorArg
+from kslserve.engine.model import Fill, ModelSpec, TensorArg
 from kslserve.ksl.files import fail, parse_object, quote_path
 from kslserve.ksl.generation import (
     GenerationDefaults,
@@ -27,7 +27,7 @@ TEXT_FILES = (TOKENIZER, TEMPLATE, CONFIG, GENERATION)
 
 @dataclass(slots=True, eq=False)
 class ModelFile:
-    """An open model: all that serving needs. Owns the memory maps behind `tensors`.
+    """An open model: all that serving needs. Owns the files that `tensors` are read from.
 
     name: for clients. source: a description for people. weights, head: the encodings that are
     served (`fp6`, `nvfp4`, `nvfp4-mlp`, `bf16`). tokenizer_json and chat_template: None when the
@@ -48,8 +48,7 @@ class ModelFile:
     on_close: Callable[[], None] | None = field(default=None, repr=False)
 
     def close(self) -> None:
-        """Forget the tensors and unmap the files. Idempotent. Buffers that someone still holds stay
-        valid."""
+        """Forget the tensors and close the files. Idempotent."""
         self.tensors = []
         if self.on_close is not None:
             self.on_close()
@@ -69,9 +68,9 @@ class Source:
     kind: `container`, `ksl1`, `folder` or `synth`. where: its path, which starts error texts. spec:
     token_limit is the vocabulary until `texts` is read. stored: every tensor in file order.
     stored_bytes: what each takes in the file, scales included. rows: a copy of rows [begin, end) of
-    one tensor as a matrix of its own, begin a multiple of 128; for any thread. view: a whole
-    tensor, in place where the stored bytes are already what the engine wants. files: the bytes of
-    TEXT_FILES that exist. weights, head: the encodings of a quantized file; else empty. foreign:
+    one tensor as a matrix of its own, begin a multiple of 128; for any thread. fills: how the
+    tensors of a model without data are made; it has no rows. files: the bytes of TEXT_FILES that
+    exist. weights, head: the encodings of a quantized file; else empty. foreign:
     the encodings are not those of our policy, which settles what they leave open. sealed: tensors
     whose stored encoding has no exact equal here, handed out in a wider one and never quantized
     again. payload: bytes that header or metadata promise, and that there are. facts: what only an
@@ -85,7 +84,6 @@ class Source:
     tied: bool
     stored: dict[str, Stored]
     rows: Callable[[str, int, int], TensorArg]
-    view: Callable[[str], TensorArg]
     config: dict[str, Any]
     config_eos: tuple[int, ...]
     files: dict[str, bytes]
@@ -96,6 +94,7 @@ class Source:
     foreign: bool = False
     sealed: frozenset[str] = frozenset()
     payload: tuple[int, int] | None = None
+    fills: dict[str, Fill] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     on_close: Callable[[], None] = lambda: None

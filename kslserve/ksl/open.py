@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from kslserve.engine.model import TensorArg
@@ -15,14 +16,11 @@ from kslserve.ksl.ksl1 import open_ksl1
 from kslserve.ksl.ksl1_header import MIGRATION_HINT, OLD_SIGNATURE, SIGNATURE
 from kslserve.ksl.model import CONFIG, ModelFile, Source, read_texts
 from kslserve.ksl.publish import UNFINISHED
-from kslserve.ksl.quantize import collect, planned_view
+from kslserve.ksl.quantize import Rows
 from kslserve.ksl.source import open_folder, read_text_files
 from kslserve.ksl.synth import PREFIX, open_synth
 
 BUNDLED = "ksl-nano"
-# A model of at most this size is copied while an engine opens, so that nobody can cut its file
-# under the engine; a larger one is read in place, since memory may not hold it twice.
-COPY_LIMIT_BYTES = 4 << 30
 
 
 def bundled_path() -> Path:
@@ -36,12 +34,12 @@ def open_model(
     weights: str = "auto",
     head: str = "auto",
     model_dir: str = "",
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] = lambda name: None,
 ) -> ModelFile:
     """Open a model for serving. path: a file, a folder, `synth:SHAPE`, or `ksl-nano` for the
-    bundled one. Tensors that are not in their encoding yet are quantized now; `progress` then hears
-    each tensor's name. model_dir: a folder whose tokenizer, template and generation config replace
-    the model's own. Raises ModelFileError.
+    bundled one. Tensors are read when an engine asks for them; those that are not in their encoding
+    yet are quantized then, and `progress` hears their names. model_dir: a folder whose tokenizer,
+    template and generation config replace the model's own. Raises ModelFileError.
     """
     source = open_source(path, model_dir)
     try:
@@ -67,25 +65,19 @@ def open_model(
     )
 
 
-def _tensors(
-    source: Source, plan: policy.Plan, progress: Callable[[str], None] | None
-) -> list[TensorArg]:
-    in_place = source.kind == "synth" or sum(source.stored_bytes.values()) > COPY_LIMIT_BYTES
-    made = [
-        item
-        for item in plan.tensors
-        if source.kind != "synth" and item.encoding != source.stored[item.origin].encoding
-    ]
-    if progress is not None:
-        for item in made:
-            progress(item.name)
-    copied = made if in_place else list(plan.tensors)
-    names = {item.name for item in copied}
-    whole = {arg.name: arg for arg in collect(source, copied)} if copied else {}
-    return [
-        whole[item.name] if item.name in names else planned_view(source, item)
-        for item in plan.tensors
-    ]
+def _tensors(source: Source, plan: policy.Plan, progress: Callable[[str], None]) -> list[TensorArg]:
+    """The planned tensors, none of them read yet."""
+    found = []
+    for item in plan.tensors:
+        fill = source.fills.get(item.origin)
+        read = None
+        if fill is None:
+            made = item.encoding != source.stored[item.origin].encoding
+            started = partial(progress, item.name) if made else lambda: None
+            read = Rows(source, item, started)
+        shape = (item.name, item.encoding, item.rows, item.cols)
+        found.append(TensorArg(*shape, fill=fill, read=read))
+    return found
 
 
 def open_source(path: str, model_dir: str = "") -> Source:

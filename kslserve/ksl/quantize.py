@@ -7,7 +7,7 @@ all happen without the interpreter lock.
 
 from __future__ import annotations
 
-import dataclasses
+import hashlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -25,8 +25,9 @@ from kslserve.ksl.files import fail, quote_path
 from kslserve.ksl.model import Source
 from kslserve.ksl.policy import Planned
 
-CHUNK_ELEMENTS = 2 << 20  # float32 values that a worker holds at once
+CHUNK_ELEMENTS = 1 << 19  # float32 values that a worker holds at once: 2 MiB, which caches hold
 WORKERS_MAX = 32  # bounds the memory of all stripes in work
+SAMPLE_BYTES = 4096  # of each end of a stripe's buffers, for its digest
 
 Parts = tuple[U8, U8 | None, U8 | None]  # flat bytes of codes, scales, globals
 
@@ -73,8 +74,7 @@ def stripes(
     pending: deque[Future[Stripe]] = deque()
 
     def work(item: Planned, begin: int, end: int) -> Stripe:
-        piece = source.rows(item.origin, begin, end)
-        return finish(Stripe(item, begin, end, encode_piece(piece, item.encoding, begin, source)))
+        return finish(encoded(source, item, begin, end))
 
     with ThreadPoolExecutor(workers, thread_name_prefix="ksl-codec") as pool:
         try:
@@ -92,31 +92,71 @@ def stripes(
                 future.cancel()
 
 
-def collect(source: Source, items: Sequence[Planned], workers: int = 0) -> Iterator[TensorArg]:
-    """The items as whole tensors in memory, in order."""
-    buffers: list[U8] = []
-    filled = [0, 0, 0]
-    for stripe in stripes(source, items, workers=workers):
-        item = stripe.item
-        if stripe.begin == 0:
-            sizes = encoding_sizes(item.encoding, item.rows, item.cols)
-            buffers, filled = [np.empty(size, np.uint8) for size in sizes], [0, 0, 0]
-        for index, part in enumerate(stripe.parts):
+class Rows:
+    """A planned tensor's `read`: in stripes that workers read and encode ahead. started: hears the
+    first request."""
+
+    def __init__(
+        self, source: Source, item: Planned, started: Callable[[], None] = lambda: None
+    ) -> None:
+        self._source, self._item, self._started = source, item, started
+        self._stripes: Iterator[Stripe] = iter(())
+        self._left: Stripe | None = None
+        self._next = 0
+        self._digest = hashlib.sha256()
+
+    def __call__(self, begin: int, end: int) -> Iterator[Parts]:
+        if begin == 0:
+            self._started()
+            self._digest = hashlib.sha256()
+            self._stripes, self._left = self._all(), None
+        elif begin != self._next:
+            raise ValueError(f"row {begin} was asked for after row {self._next}")
+        self._next = end
+        while begin < end:
+            stripe = self._left or self._taken(next(self._stripes))
+            stop = min(end, stripe.end)
+            self._left = stripe if stop < stripe.end else None
+            yield _between(stripe, begin, stop)
+            begin = stop
+
+    def digest(self) -> bytes:
+        return self._digest.digest()
+
+    def _all(self) -> Iterator[Stripe]:
+        item = self._item
+        if item.rows > stripe_rows(item.cols):
+            return stripes(self._source, [item])
+        return iter([encoded(self._source, item, 0, item.rows)])
+
+    def _taken(self, stripe: Stripe) -> Stripe:
+        for part in stripe.parts:
             if part is not None:
-                at = filled[index]
-                buffers[index][at : at + part.size] = part
-                filled[index] = at + part.size
-        if stripe.end == item.rows:
-            data, scales, globals_ = (buffer if buffer.size else None for buffer in buffers)
-            yield TensorArg(item.name, item.encoding, item.rows, item.cols, data, scales, globals_)
+                self._digest.update(part[:SAMPLE_BYTES].data)
+                self._digest.update(part[-SAMPLE_BYTES:].data)
+        return stripe
 
 
-def planned_view(source: Source, item: Planned) -> TensorArg:
-    """A tensor that needs no encoding, in place; one that the engine fills itself only changes its
-    encoding."""
-    arg = source.view(item.origin)
-    assert arg.encoding == item.encoding or arg.fill is not None, "it is planned as it is stored"
-    return dataclasses.replace(arg, name=item.name, encoding=item.encoding)
+def _between(stripe: Stripe, begin: int, end: int) -> Parts:
+    """Rows [begin, end) of a stripe."""
+    item = stripe.item
+    if (begin, end) == (stripe.begin, stripe.end):
+        return stripe.parts
+    low, high = begin - stripe.begin, end - stripe.begin
+    lows = encoding_sizes(item.encoding, low, item.cols) if low else (0, 0, 0)
+    highs = encoding_sizes(item.encoding, high, item.cols)
+    codes, scales, globals_ = (
+        None if part is None else part[at:to]
+        for part, at, to in zip(stripe.parts, lows, highs, strict=True)
+    )
+    assert codes is not None
+    return codes, scales, globals_
+
+
+def encoded(source: Source, item: Planned, begin: int, end: int) -> Stripe:
+    """One stripe. ModelFileError for a value that is not finite or data that cannot be read."""
+    piece = source.rows(item.origin, begin, end)
+    return Stripe(item, begin, end, encode_piece(piece, item.encoding, begin, source))
 
 
 def encode_piece(piece: TensorArg, encoding: int, begin: int, source: Source) -> Parts:

@@ -106,13 +106,8 @@ class SafetensorsFile:
         entry = self.entries[name]
         return self._file.read(entry.start, entry.end - entry.start)
 
-    def view(self, name: str) -> Bytes:
-        """The bytes of a tensor in place, under the conditions of `RegularFile.view`."""
-        entry = self.entries[name]
-        return self._file.view(entry.start, entry.end - entry.start)
-
     def close(self) -> None:
-        """Idempotent; views stay valid."""
+        """Idempotent."""
         self._file.close()
 
 

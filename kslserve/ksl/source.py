@@ -29,7 +29,7 @@ from kslserve.ksl.files import (
 )
 from kslserve.ksl.hf_config import check_quantization, read_config
 from kslserve.ksl.model import CONFIG, GENERATION, TEMPLATE, TOKENIZER, Source
-from kslserve.ksl.safetensors import ITEM_BYTES, Entry, SafetensorsFile
+from kslserve.ksl.safetensors import Entry, SafetensorsFile
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -75,7 +75,6 @@ def open_folder(path: str) -> Source:
             tied=family.tied,
             stored=stored,
             rows=_rows(located, stored),
-            view=_view(located, stored),
             kind="folder",
             stored_bytes=_bytes_of(located),
             config=config,
@@ -225,25 +224,6 @@ def _rows(
     return rows
 
 
-def _view(
-    located: dict[str, _Located], stored: dict[str, layout.Stored]
-) -> Callable[[str], TensorArg]:
-    rows = _rows(located, stored)
-
-    def view(name: str) -> TensorArg:
-        item, shape = located[name], stored[name]
-        if item.entry.dtype == "F16":
-            return rows(name, 0, shape.rows)
-        data = aligned(item.file.view(item.entry.name), ITEM_BYTES[item.entry.dtype])
-        scales = None
-        if item.scales is not None:
-            file, entry = item.scales
-            scales = floats(file.data(entry.name), entry.dtype)
-        return TensorArg(name, shape.encoding, shape.rows, shape.cols, data, scales)
-
-    return view
-
-
 def _bytes_of(located: dict[str, _Located]) -> dict[str, int]:
     return {
         name: sum(
@@ -260,9 +240,3 @@ def floats(data: Bytes, dtype: str) -> npt.NDArray[np.float32]:
     if dtype == "F32":
         return data.copy().view(np.float32)
     return (data.copy().view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-
-
-def aligned(data: Bytes, item_bytes: int) -> Bytes:
-    """`data`, or a copy of it where its address is no multiple of item_bytes."""
-    at = int(data.__array_interface__["data"][0])
-    return data if at % item_bytes == 0 else data.copy()

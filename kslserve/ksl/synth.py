@@ -44,9 +44,8 @@ def open_synth(path: str, texts: Callable[[], Source]) -> Source:
         shapes[layout.HEAD] = (family.spec.vocab, family.spec.hidden)
     stored = {name: layout.Stored(ENC_BF16, *size) for name, size in shapes.items()}
 
-    def view(name: str) -> TensorArg:
-        item = stored[name]
-        return TensorArg(name, item.encoding, item.rows, item.cols, fill=_fill(name, item.cols))
+    def rows(name: str, begin: int, end: int) -> TensorArg:
+        raise AssertionError("it has fills")
 
     lender = texts()
     try:
@@ -60,8 +59,8 @@ def open_synth(path: str, texts: Callable[[], Source]) -> Source:
         spec=family.spec,
         tied=family.tied,
         stored=stored,
-        rows=lambda name, begin, end: view(name),
-        view=view,
+        rows=rows,
+        fills={name: _fill(name, item.cols) for name, item in stored.items()},
         kind="synth",
         stored_bytes=dict.fromkeys(stored, 0),
         config=config,

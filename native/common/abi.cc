@@ -154,6 +154,21 @@ KSL_API int ksl_decode(int32_t encoding, const void *codes, const void *scales,
   return KSL_OK;
 }
 
+KSL_API int ksl_reorder(const int32_t *order, int64_t n, int32_t unit_bytes, int64_t runs,
+                        const void *from, void *to, ksl_error *error) {
+  if (order == nullptr || from == nullptr || to == nullptr)
+    return ksl::fail(error, KSL_INVALID, "reorder: a buffer is null");
+  if (n < 1 || n > INT32_MAX || runs < 0 || (unit_bytes != 3 && unit_bytes != 4))
+    return ksl::fail(error, KSL_INVALID, "reorder: %lld units of %d bytes cannot be reordered",
+                     static_cast<long long>(n), unit_bytes);
+  for (int64_t i = 0; i < n; i++)
+    if (order[i] < 0 || order[i] >= n)
+      return ksl::fail(error, KSL_INVALID, "reorder: order[%lld] is %d, must be 0 to %lld",
+                       static_cast<long long>(i), order[i], static_cast<long long>(n - 1));
+  ksl::reorder(order, n, unit_bytes, runs, from, to);
+  return KSL_OK;
+}
+
 KSL_API int ksl_sample(const float *logits, int32_t vocab, int32_t token_limit,
                        const ksl_sampling *sampling, const uint32_t *mask, int32_t position,
                        int32_t *id, float *adjusted, ksl_error *error) {

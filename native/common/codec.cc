@@ -98,7 +98,25 @@ void encode_nvfp4(const float *src, int64_t cols, int64_t r0, int64_t r1, uint8_
     }
 }
 
+template <int kUnit>
+void reorder_units(const int32_t *order, int64_t n, int64_t runs, const uint8_t *from,
+                   uint8_t *to) {
+  for (int64_t run = 0; run < runs; run++, from += n * kUnit)
+    for (int64_t i = 0; i < n; i++, to += kUnit)
+      memcpy(to, from + static_cast<int64_t>(order[i]) * kUnit, kUnit);
+}
+
 }  // namespace
+
+void reorder(const int32_t *order, int64_t n, int unit_bytes, int64_t runs, const void *from,
+             void *to) {
+  const uint8_t *in = static_cast<const uint8_t *>(from);
+  uint8_t *out = static_cast<uint8_t *>(to);
+  if (unit_bytes == 3)
+    reorder_units<3>(order, n, runs, in, out);
+  else
+    reorder_units<4>(order, n, runs, in, out);
+}
 
 void decode_row(int encoding, const void *codes, const void *scales, const float *globals,
                 int64_t rows, int64_t cols, int64_t row, float *out) {

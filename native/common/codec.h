@@ -15,6 +15,10 @@ void decode_row(int encoding, const void *codes, const void *scales, const float
 void encode_rows(int encoding, const float *src, int64_t rows, int64_t cols, int64_t r0, int64_t r1,
                  void *codes, void *scales, float *globals);
 
+// Units of 3 or 4 bytes: to[i] = from[order[i]] in each of `runs` runs of n units.
+void reorder(const int32_t *order, int64_t n, int unit_bytes, int64_t runs, const void *from,
+             void *to);
+
 // Value of element i of a fill tensor.
 KSL_HD inline float fill_value(int kind, uint64_t seed, float scale, uint64_t i) {
   if (kind == KSL_FILL_CONSTANT) return scale;

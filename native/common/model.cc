@@ -76,6 +76,12 @@ int check_tensor(const ksl_tensor *t, int index, ksl_error *error) {
     return fail(error, KSL_INVALID, "tensor %s: encoding %d does not take shape [%lld, %lld]",
                 t->name, t->encoding, static_cast<long long>(t->rows),
                 static_cast<long long>(t->cols));
+  if (t->read != nullptr) {
+    if (t->data == nullptr && t->scales == nullptr && t->globals == nullptr &&
+        t->fill_kind == KSL_FILL_NONE)
+      return KSL_OK;
+    return fail(error, KSL_INVALID, "tensor %s: has a read function and other values", t->name);
+  }
   if (t->data == nullptr) {
     if (t->fill_kind != KSL_FILL_UNIFORM && t->fill_kind != KSL_FILL_CONSTANT)
       return fail(error, KSL_INVALID, "tensor %s: has no data and fill kind %d", t->name,

@@ -28,13 +28,16 @@ const ksl_tensor *find(Loader *in, const char *name, int64_t rows, int64_t cols)
   return table_find(in->tensors, full, rows, cols, false, in->error);
 }
 
-// A tensor's rows in its encoding, in pieces: all of a given tensor at once, a fill in stripes of
-// 128 rows (the height of scale blocks), each a matrix of its own.
+constexpr int64_t kScaleRows = 128;          // the height of scale blocks
+constexpr uint64_t kReadBytes = 4ull << 20;  // codes that are read at once
+
+// A tensor's rows in its encoding, in pieces, each a matrix of its own: all of a tensor in buffers
+// at once, otherwise a multiple of kScaleRows.
 struct Source {
   const ksl_tensor *tensor;
   MatrixSource piece;
   int64_t piece_rows;
-  float *values;  // of a fill: [piece_rows][cols], and its encoded form
+  float *values;  // of a fill: [piece_rows][cols]
   void *codes, *scales, *globals;
 };
 
@@ -50,14 +53,19 @@ int source_begin(Loader *in, const ksl_tensor *t, Source *source) {
   source->tensor = t;
   source->piece = {t->encoding, t->rows, t->cols, t->data, t->scales, t->globals};
   source->piece_rows = t->rows;
-  if (t->fill_kind == KSL_FILL_NONE) return KSL_OK;
+  if (t->data) return KSL_OK;
   Alloc *alloc = in->b->alloc;
-  const int64_t rows = t->rows < 128 ? t->rows : 128;
+  int64_t rows = t->rows < kScaleRows ? t->rows : kScaleRows;
   uint64_t codes, scales, globals;
   encoding_bytes(t->encoding, rows, t->cols, &codes, &scales, &globals);
+  if (t->read && codes < kReadBytes) {
+    const int64_t most = rows * static_cast<int64_t>(kReadBytes / codes);
+    rows = most < t->rows ? most : t->rows;
+    encoding_bytes(t->encoding, rows, t->cols, &codes, &scales, &globals);
+  }
   source->piece_rows = rows;
-  source->values = alloc_many<float>(alloc, rows * t->cols);
-  source->codes = source->values ? alloc_bytes(alloc, codes) : nullptr;
+  if (!t->read) source->values = alloc_many<float>(alloc, rows * t->cols);
+  if (t->read || source->values) source->codes = alloc_bytes(alloc, codes);
   source->scales = source->codes ? alloc_bytes(alloc, scales) : nullptr;
   source->globals = source->scales ? alloc_bytes(alloc, globals) : nullptr;
   if (source->globals) return KSL_OK;
@@ -65,20 +73,27 @@ int source_begin(Loader *in, const ksl_tensor *t, Source *source) {
   return out_of_memory(in, t->name);
 }
 
-// The piece that starts at `row`.
-const MatrixSource *source_piece(Source *source, int64_t row) {
+// The piece that starts at `row`; null with an error text when it cannot be read.
+const MatrixSource *source_piece(Loader *in, Source *source, int64_t row) {
   const ksl_tensor *t = source->tensor;
-  if (!source->values) return &source->piece;
+  if (t->data) return &source->piece;
   const int64_t n = t->rows - row < source->piece_rows ? t->rows - row : source->piece_rows;
-  for (int64_t i = 0; i < n * t->cols; i++) {
-    source->values[i] = fill_value(t->fill_kind, t->fill_seed, t->fill_scale,
-                                   static_cast<uint64_t>(row * t->cols + i));
+  float *globals = static_cast<float *>(source->globals);
+  if (t->read) {
+    if (t->read(t->context, row, n, source->codes, source->scales, globals)) {
+      fail(in->error, KSL_INVALID, "tensor %s: rows from %lld on cannot be read", t->name,
+           static_cast<long long>(row));
+      return nullptr;
+    }
+  } else {
+    for (int64_t i = 0; i < n * t->cols; i++) {
+      source->values[i] = fill_value(t->fill_kind, t->fill_seed, t->fill_scale,
+                                     static_cast<uint64_t>(row * t->cols + i));
+    }
+    encode_rows(t->encoding, source->values, n, t->cols, 0, n, source->codes, source->scales,
+                globals);
   }
-  encode_rows(t->encoding, source->values, n, t->cols, 0, n, source->codes, source->scales,
-              static_cast<float *>(source->globals));
-  source->piece = {t->encoding,    n,
-                   t->cols,        source->codes,
-                   source->scales, static_cast<const float *>(source->globals)};
+  source->piece = {t->encoding, n, t->cols, source->codes, source->scales, globals};
   return &source->piece;
 }
 
@@ -91,10 +106,15 @@ int pack(Loader *in, const ksl_tensor *tensor, bool read_per_token, Matrix *out)
   int code = source_begin(in, tensor, &source);
   if (code) return code;
   matrix_begin(tensor->encoding, tensor->rows, tensor->cols, storage, out);
-  for (int64_t row = 0; row < tensor->rows; row += source.piece_rows) {
-    matrix_pack_rows(source_piece(&source, row), row, out);
+  for (int64_t row = 0; row < tensor->rows && !code; row += source.piece_rows) {
+    const MatrixSource *piece = source_piece(in, &source, row);
+    if (piece)
+      matrix_pack_rows(piece, row, out);
+    else
+      code = KSL_INVALID;
   }
   source_free(&source);
+  if (code) return code;
   b->weight_bytes += out->bytes;
   if (read_per_token) b->token_bytes += out->bytes;
   b->encodings |= 1u << tensor->encoding;
@@ -120,14 +140,16 @@ int load_values(Loader *in, const char *name, int64_t rows, int64_t cols, float 
   Source source;
   int code = source_begin(in, tensor, &source);
   if (code) return code;
-  for (int64_t row = 0; row < rows; row += source.piece_rows) {
-    const MatrixSource *piece = source_piece(&source, row);
-    for (int64_t r = 0; r < piece->rows; r++) {
+  for (int64_t row = 0; row < rows && !code; row += source.piece_rows) {
+    const MatrixSource *piece = source_piece(in, &source, row);
+    if (!piece) code = KSL_INVALID;
+    for (int64_t r = 0; piece && r < piece->rows; r++) {
       decode_row(piece->encoding, piece->codes, piece->scales, piece->globals, piece->rows, cols, r,
                  values + (row + r) * cols);
     }
   }
   source_free(&source);
+  if (code) return code;
   for (int64_t i = 0; i < rows * cols; i++) values[i] += offset;
   b->weight_bytes += rows * cols * sizeof(float);
   *out = values;

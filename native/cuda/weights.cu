@@ -1,6 +1,7 @@
 // Finds, checks, fills and repacks the weights.
 #include <math.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "../common/error.h"
@@ -25,6 +26,9 @@ struct Loader {
   float *globals;
   unsigned *most;
   int64_t codes_bytes, scales_bytes, globals_bytes;
+  // one tensor that comes from a read function: codes, scales, globals, and their capacities
+  void *held[3];
+  uint64_t held_bytes[3];
 };
 
 int out_of_memory(Loader *in, const char *name) {
@@ -42,6 +46,40 @@ const ksl_tensor *find(Loader *in, const char *name, int64_t rows, int64_t cols)
   char full[128];
   snprintf(full, sizeof full, "%s%s", in->prefix, name);
   return table_find(in->tensors, full, rows, cols, false, in->error);
+}
+
+// When the values of *tensor come from a read function: reads all of them into host memory, where
+// they stay until the next call, and lets *tensor be `copy`, which has them.
+int hold_values(Loader *in, const ksl_tensor **tensor, ksl_tensor *copy) {
+  const ksl_tensor *t = *tensor;
+  if (!t->read) return KSL_OK;
+  // What was held before may still be on its way.
+  if (!keep_error(&in->b->device, cudaStreamSynchronize(in->b->device.stream), "copying weights"))
+    return device_failed(in, t->name);
+  uint64_t bytes[3];
+  encoding_bytes(t->encoding, t->rows, t->cols, &bytes[0], &bytes[1], &bytes[2]);
+  for (int i = 0; i < 3; i++) {
+    if (bytes[i] <= in->held_bytes[i]) continue;
+    free(in->held[i]);
+    in->held[i] = malloc(bytes[i]);
+    in->held_bytes[i] = in->held[i] ? bytes[i] : 0;
+    if (!in->held[i])
+      return fail(in->error, KSL_NOMEM, "There is not enough memory to read the weights (%s).",
+                  t->name);
+  }
+  float *globals = static_cast<float *>(in->held[2]);
+  if (t->read(t->context, 0, t->rows, in->held[0], in->held[1], globals))
+    return fail(in->error, KSL_INVALID, "tensor %s: its rows cannot be read", t->name);
+  *copy = *t;
+  copy->read = nullptr;
+  copy->data = in->held[0];
+  copy->scales = in->held[1];
+  copy->globals = globals;
+  copy->data_bytes = bytes[0];
+  copy->scales_bytes = bytes[1];
+  copy->globals_bytes = bytes[2];
+  *tensor = copy;
+  return KSL_OK;
 }
 
 bool is_packed(int encoding) {
@@ -85,6 +123,9 @@ void read_rows(Loader *in, const ksl_tensor *t, int64_t row0, int rows, const Ra
 
 // A tensor as stored, in memory of its own.
 int load_raw(Loader *in, const ksl_tensor *t, Raw *out) {
+  ksl_tensor copy;
+  const int code = hold_values(in, &t, &copy);
+  if (code) return code;
   Backend *b = in->b;
   uint64_t codes, scales, globals;
   encoding_bytes(t->encoding, t->rows, t->cols, &codes, &scales, &globals);
@@ -129,6 +170,9 @@ int packed_unit(const ksl_tensor *t) {
 }
 
 int pack_tensor(Loader *in, const ksl_tensor *t, Packed *to, int first, int mode) {
+  ksl_tensor copy;
+  const int code = hold_values(in, &t, &copy);
+  if (code) return code;
   Backend *b = in->b;
   uint64_t per_block[3];  // of 128 rows
   encoding_bytes(t->encoding, 128, t->cols, &per_block[0], &per_block[1], &per_block[2]);
@@ -225,6 +269,9 @@ int load_values(Loader *in, const char *name, int64_t rows, int64_t cols, float 
   Backend *b = in->b;
   const ksl_tensor *t = find(in, name, rows, cols);
   if (!t) return KSL_INVALID;
+  ksl_tensor copy;
+  const int code = hold_values(in, &t, &copy);
+  if (code) return code;
   if (t->encoding != KSL_ENC_F32 && t->encoding != KSL_ENC_BF16)
     return fail(in->error, KSL_INVALID, "Tensor %s must be float32 or bfloat16.", t->name);
   float *values = own_many<float>(b, rows * cols);
@@ -410,6 +457,7 @@ int load_weights(Backend *b, const TensorTable *tensors, ksl_error *error) {
   cudaFree(in.scales);
   cudaFree(in.globals);
   cudaFree(in.most);
+  for (void *held : in.held) free(held);
   return code;
 }
 

@@ -74,9 +74,17 @@ typedef struct ksl_error {
   char text[508];
 } ksl_error;
 
+/* Fills the buffers with rows [row, row + rows) of a tensor as a matrix of its own. row is a
+   multiple of 128; rows is one too, or reaches the end. Returns 0, or anything else to make
+   ksl_open fail with KSL_INVALID. Called only inside ksl_open, in the caller's thread, for
+   ascending rows of one tensor after the other. */
+typedef int (*ksl_read_rows)(void *context, int64_t row, int64_t rows, void *data, void *scales,
+                             float *globals);
+
 /* One named tensor. Names are canonical: model.embed_tokens.weight, model.layers.N.*,
    model.norm.weight, lm_head.weight (absent: the head is the embedding), mtp.*. rank 1 tensors have
-   cols = 1 and their length in rows; conv1d is [channels, taps]. Sizes are in bytes and checked. */
+   cols = 1 and their length in rows; conv1d is [channels, taps]. Its values are in buffers, whose
+   sizes are in bytes and checked; or come from `read`; or are a fill. */
 typedef struct ksl_tensor {
   const char *name;
   int32_t encoding;
@@ -89,6 +97,8 @@ typedef struct ksl_tensor {
   uint64_t fill_seed;
   float fill_scale;
   int32_t reserved;
+  ksl_read_rows read; /* null unless the values come from it: then data, scales, globals are null */
+  void *context;
 } ksl_tensor;
 
 typedef struct ksl_config {
@@ -321,6 +331,10 @@ int ksl_encode(int32_t encoding, const float *src, int64_t rows, int64_t cols, v
                void *scales, float *globals, ksl_error *error);
 int ksl_decode(int32_t encoding, const void *codes, const void *scales, const float *globals,
                int64_t rows, int64_t cols, float *dst, ksl_error *error);
+
+/* Units of 3 or 4 bytes in another order: to[i] = from[order[i]], in each of `runs` runs of n. */
+int ksl_reorder(const int32_t *order, int64_t n, int32_t unit_bytes, int64_t runs, const void *from,
+                void *to, ksl_error *error);
 
 /* The reference sampler on one row of logits: what the engine does for a slot configured with
    `sampling`, the next id at `position`. adjusted: null or [vocab], logits after penalties and

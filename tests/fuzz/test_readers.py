@@ -24,7 +24,6 @@ def read_all(path: str) -> None:
         policy.plan(source)
         for name in source.stored:
             source.read(name)
-            source.view(name)
     finally:
         source.close()
 
@@ -75,7 +74,8 @@ def test_safetensors(tmp_path: Path, fuzz_seconds: float) -> None:
         file = SafetensorsFile(str(path))
         try:
             for name in file.entries:
-                assert file.data(name).tobytes() == file.view(name).tobytes()
+                entry = file.entries[name]
+                assert file.data(name).nbytes == entry.end - entry.start
         finally:
             file.close()
 

@@ -16,6 +16,7 @@ from _kslserve import ffi, lib
 
 from kslserve.core.sampling import SamplingParams
 from kslserve.engine.model import ModelSpec, TensorArg
+from kslserve.engine.tensors import TensorTable
 from kslserve.engine.types import Draft, OpKind, Row, RowKind, SlotConfig, StateOp, TableEdit
 
 ISA_NAMES = {"auto": 0, "scalar": 1, "avx2": 2, "avx512": 3}
@@ -122,23 +123,11 @@ class Driver:
         config.test_hooks = int(test_hooks)
         config.fail_alloc_at = fail_alloc_at
         config.draft_margin, config.draft_vocab = draft_margin, draft_vocab
-        table = ffi.new("ksl_tensor[]", len(tensors))
-        for entry, tensor in zip(table, tensors, strict=True):
-            keep.append(ffi.new("char[]", tensor.name.encode()))
-            entry.name, entry.encoding = keep[-1], tensor.encoding
-            entry.rows, entry.cols = tensor.rows, tensor.cols
-            for part, size, kind, data in (
-                ("data", "data_bytes", "void *", tensor.data),
-                ("scales", "scales_bytes", "void *", tensor.scales),
-                ("globals", "globals_bytes", "float *", tensor.globals_),
-            ):
-                setattr(entry, part, _buffer(keep, kind, data))
-                setattr(entry, size, 0 if data is None else memoryview(data).nbytes)
-            if tensor.fill is not None:
-                entry.fill_kind, entry.fill_seed = tensor.fill.kind, tensor.fill.seed
-                entry.fill_scale = tensor.fill.scale
+        table = TensorTable(tensors)
         out, error = ffi.new("ksl_engine **"), ffi.new("ksl_error *")
-        self._check(library.ksl_open(config, table, len(tensors), out, error), error)
+        code = library.ksl_open(config, table.structs, len(tensors), out, error)
+        table.raise_read_error()
+        self._check(code, error)
         self.engine = out[0]
         self.info = ffi.new("ksl_info *")
         self.library.ksl_get_info(self.engine, self.info)

@@ -76,20 +76,6 @@ def test_the_same_logits_from_every_file(tmp_path: Path, tied: bool) -> None:
         assert of(opened) == wanted
 
 
-def test_reading_in_place_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = one.Model()
-    folder = source_folder(tmp_path / "m", model, model.values())
-    convert(str(folder), str(tmp_path / "c.ksl"))
-    convert(str(folder), str(tmp_path / "k.ksl"), file_format="ksl1")
-    for path in (folder, tmp_path / "c.ksl", tmp_path / "k.ksl"):
-        monkeypatch.setattr("kslserve.ksl.open.COPY_LIMIT_BYTES", 4 << 30)
-        with open_model(str(path)) as opened:
-            copied = of(opened)
-        monkeypatch.setattr("kslserve.ksl.open.COPY_LIMIT_BYTES", 0)
-        with open_model(str(path)) as opened:
-            assert of(opened) == copied
-
-
 @pytest.mark.parametrize("kv", ["f32", "bf16"])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("activations", ["auto", "float"])

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from kslserve.engine.model import RowReader, TensorArg
 from kslserve.ksl import layout
 from kslserve.ksl.hf_config import read_config
+from kslserve.ksl.model import ModelFile
 
 ITEM_BYTES = {"U8": 1, "F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4}
 
@@ -137,3 +139,14 @@ def tokenizer(size: int, ends: bool = True) -> bytes:
     ]
     vocab = {f"t{i}": i for i in range(plain)}
     return json.dumps({"added_tokens": added, "model": {"vocab": vocab, "merges": []}}).encode()
+
+
+def loaded(model: ModelFile) -> list[TensorArg]:
+    """The tensors of a model with their values in memory: data as uint8 [bytes]."""
+    return [arg if arg.read is None else _whole(arg, arg.read) for arg in model.tensors]
+
+
+def _whole(arg: TensorArg, read: RowReader) -> TensorArg:
+    parts = zip(*read(0, arg.rows), strict=True)
+    joined = [None if p[0] is None else np.concatenate(p) for p in parts]
+    return TensorArg(arg.name, arg.encoding, arg.rows, arg.cols, *joined)

@@ -21,6 +21,7 @@ from kslserve.ksl.open import open_model, open_source
 from tests.unit.ksl import ksl1_reference as one
 from tests.unit.ksl import ksl_build
 from tests.unit.ksl import ksl_reference as reference
+from tests.unit.ksl.ksl_build import loaded
 
 MODEL = one.Model()
 VALUES = MODEL.values()
@@ -109,10 +110,10 @@ def test_fp8(tmp_path: Path, flags: int) -> None:
     path = put(tmp_path, one.write(MODEL, VALUES, made, flags))
     check(path, flags, made, ENC_FP8)
     with open_model(path, weights="bf16") as model:
-        assert {a.encoding for a in model.tensors if a.name == GATE} == {ENC_FP8}
+        assert {a.encoding for a in loaded(model) if a.name == GATE} == {ENC_FP8}
         assert any("stay block-FP8" in note for note in model.notes)
     with open_model(path) as model:
-        assert {a.encoding for a in model.tensors if a.name == GATE} == {ENC_E2M3}
+        assert {a.encoding for a in loaded(model) if a.name == GATE} == {ENC_E2M3}
 
 
 def test_scales_that_are_no_powers_of_two(tmp_path: Path) -> None:
@@ -122,12 +123,12 @@ def test_scales_that_are_no_powers_of_two(tmp_path: Path) -> None:
     path = put(tmp_path, one.write(MODEL, VALUES, made, flags))
     check(path, flags, made, None)
     with open_model(path) as model:
-        by_name = {a.name: a for a in model.tensors}
+        by_name = {a.name: a for a in loaded(model)}
         assert by_name[GATE].encoding == ENC_FP8
         assert by_name["mtp.fc.weight"].encoding == ENC_E2M3
         assert any("scales that FP6 cannot hold" in note for note in model.notes)
     with open_model(path, weights="nvfp4") as model:
-        assert {a.name: a for a in model.tensors}[GATE].encoding == ENC_FP8
+        assert {a.name: a for a in loaded(model)}[GATE].encoding == ENC_FP8
 
 
 @pytest.mark.parametrize("flags", [one.PRODUCTION, 0x03D])
@@ -179,7 +180,7 @@ def test_what_is_served(tmp_path: Path, tied: bool) -> None:
     model = one.Model(tied=tied)
     path = put(tmp_path, one.write(model, VALUES, matrices(one.PRODUCTION, model)))
     with open_model(path) as opened:
-        by_name = {arg.name: arg for arg in opened.tensors}
+        by_name = {arg.name: arg for arg in loaded(opened)}
         assert (opened.weights, opened.head, opened.name) == ("fp6", "fp6", "m")
         assert by_name["mtp.layers.0.mlp.up_proj.weight"].encoding == ENC_E2M3
         assert by_name["model.layers.0.linear_attn.in_proj_a.weight"].encoding == ENC_E2M3
@@ -192,7 +193,7 @@ def test_what_is_served(tmp_path: Path, tied: bool) -> None:
         assert opened.spec.norm_eps == 1e-6
         assert opened.spec.layer_kinds == ("linear", "linear", "full")
     with open_model(path, weights="nvfp4") as opened:
-        by_name = {arg.name: arg for arg in opened.tensors}
+        by_name = {arg.name: arg for arg in loaded(opened)}
         assert by_name[GATE].encoding == ENC_NVFP4
         assert by_name[HEAD].encoding == by_name["mtp.fc.weight"].encoding == ENC_E2M3
         assert any("rounded twice" in note for note in opened.notes)

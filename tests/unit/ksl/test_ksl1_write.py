@@ -20,7 +20,7 @@ from kslserve.ksl.open import open_model
 from tests.unit.ksl import ksl1_reference as one
 from tests.unit.ksl import ksl_build
 from tests.unit.ksl import ksl_reference as reference
-from tests.unit.ksl.ksl_build import Tensor, folder, nested, text_config
+from tests.unit.ksl.ksl_build import Tensor, folder, loaded, nested, text_config
 
 
 def items_of(
@@ -109,7 +109,7 @@ def test_without_the_mtp_section(tmp_path: Path) -> None:
     for name in ("m.ksl", "c.ksl"):
         with open_model(str(tmp_path / name)) as opened:
             assert opened.spec.mtp_layers == 0
-            assert not any(arg.name.startswith("mtp.") for arg in opened.tensors)
+            assert not any(arg.name.startswith("mtp.") for arg in loaded(opened))
 
 
 def test_nested_configs_with_vision(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_there_and_back(tmp_path: Path) -> None:
     expected = reference.decode("e2m3", *reference.encode("e2m3", values[name]), 160, 320)
     assert one.read(model, back)[name] == one.raw("n", expected)
     with open_model(str(tmp_path / "c.ksl")) as a, open_model(str(tmp_path / "d.ksl")) as b:
-        for x, y in zip(a.tensors, b.tensors, strict=True):
+        for x, y in zip(loaded(a), loaded(b), strict=True):
             assert x.name == y.name
             values_of = [
                 codecs.decode(t.encoding, t.data, t.scales, t.globals_, t.rows, t.cols)
@@ -218,7 +218,7 @@ def test_what_was_quantized_otherwise_is_refused(tmp_path: Path) -> None:
     # a container keeps them
     convert(str(tmp_path / "f.ksl"), str(tmp_path / "e.ksl"))
     with open_model(str(tmp_path / "e.ksl")) as opened:
-        for arg in opened.tensors:
+        for arg in loaded(opened):
             if arg.name in made:
                 found = codecs.decode(
                     arg.encoding, arg.data, arg.scales, arg.globals_, arg.rows, arg.cols

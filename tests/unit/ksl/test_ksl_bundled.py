@@ -10,6 +10,7 @@ from kslserve.ksl.container import verify
 from kslserve.ksl.layout import EMBEDDING, HEAD, role
 from kslserve.ksl.open import bundled_path, open_model
 from tests.unit.ksl import ksl_reference as reference
+from tests.unit.ksl.ksl_build import loaded
 
 
 def test_it_is_whole_and_small() -> None:
@@ -26,14 +27,14 @@ def test_what_it_holds() -> None:
         assert model.chat_template is not None
         assert "tool_call" in model.chat_template
         assert model.notes == ()
-        for arg in model.tensors:
+        for arg in loaded(model):
             assert arg.encoding == (ENC_E2M3 if role(arg.name) else ENC_BF16), arg.name
 
 
 def test_dequantization_is_bit_exact() -> None:
     with open_model("ksl-nano") as model:
-        by_name = {arg.name: arg for arg in model.tensors}
-        for arg in model.tensors:
+        by_name = {arg.name: arg for arg in loaded(model)}
+        for arg in loaded(model):
             if arg.encoding == ENC_E2M3:
                 found = codecs.decode(
                     arg.encoding, arg.data, arg.scales, arg.globals_, arg.rows, arg.cols

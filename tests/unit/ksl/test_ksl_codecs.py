@@ -12,6 +12,7 @@ from hypothesis.extra import numpy as arrays
 
 from kslserve.engine import codecs
 from kslserve.engine.codecs import ENC_E2M3, ENC_FP8, ENC_NVFP4, ENCODING_NAMES
+from kslserve.errors import EngineError
 from tests.unit.ksl import ksl_reference as reference
 
 PACKED = (ENC_FP8, ENC_E2M3, ENC_NVFP4)
@@ -107,3 +108,31 @@ def test_published_packing_of_four_codes() -> None:
         tile[index] = np.concatenate([left.ravel(), right.ravel()])
     digest = hashlib.sha256(tile.tobytes()).hexdigest()
     assert digest == "60d68f39bd0d216ef37a2b5034cd9ee581d61a0d2c3a951712bbd00bd4e095fc"
+
+
+@pytest.mark.parametrize("unit", [3, 4])
+@settings(max_examples=30, deadline=None)
+@given(n=st.integers(1, 40), runs=st.integers(0, 5), seed=st.integers(0, 1 << 30))
+def test_reorder_moves_units(unit: int, n: int, runs: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(n).astype(np.int32)
+    data = rng.integers(0, 256, runs * n * unit).astype(np.uint8)
+    expected = data.reshape(runs, n, unit)[:, order].reshape(-1)
+    assert (codecs.reorder(order, data, unit) == expected).all()
+
+
+def test_reorder_refuses_what_it_cannot_do() -> None:
+    data = np.zeros(12, np.uint8)
+    for order, unit, text in (
+        ([0, 3, 1], 4, r"order\[1\] is 3, must be 0 to 2"),
+        ([0, -1, 1], 4, r"order\[1\] is -1, must be 0 to 2"),
+        ([0, 1], 3, None),
+        ([0, 1], 2, "3 bytes|units of 2 bytes"),
+        ([0, 1], 4, "12 bytes are no whole runs of 2 units"),
+    ):
+        array = np.array(order, np.int32)
+        if text is None:
+            assert codecs.reorder(array, data, unit).size == 12
+            continue
+        with pytest.raises(EngineError, match=text):
+            codecs.reorder(array, data, unit)

@@ -23,7 +23,7 @@ from kslserve.ksl.open import open_model
 from kslserve.ksl.publish import UNFINISHED
 from tests.unit.ksl import ksl_build
 from tests.unit.ksl import ksl_reference as reference
-from tests.unit.ksl.ksl_build import folder, text_config
+from tests.unit.ksl.ksl_build import folder, loaded, text_config
 from tests.unit.ksl.test_ksl_folder import MATRIX, fp8_items
 
 WEIGHTS = ("fp6", "nvfp4", "nvfp4-mlp", "bf16")
@@ -71,7 +71,7 @@ def test_a_container_is_the_folder_quantized(tmp_path: Path, weights: str, tied:
     with open_model(str(source), weights="bf16") as model:
         values = {
             arg.name: codecs.decode(arg.encoding, arg.data, None, None, arg.rows, arg.cols)
-            for arg in model.tensors
+            for arg in loaded(model)
         }
     done = convert(str(source), str(tmp_path / "c.ksl"), weights=weights)
     assert (done.weights, done.notes) == (weights, ())
@@ -82,11 +82,11 @@ def test_a_container_is_the_folder_quantized(tmp_path: Path, weights: str, tied:
         open_model(str(tmp_path / "c.ksl")) as after,
     ):
         assert [a.name for a in after.tensors] == [a.name for a in before.tensors]
-        assert all(same(a, b) for a, b in zip(after.tensors, before.tensors, strict=True))
+        assert all(same(a, b) for a, b in zip(loaded(after), loaded(before), strict=True))
         for field in ("spec", "weights", "head", "tokenizer_json", "chat_template", "config"):
             assert getattr(after, field) == getattr(before, field)
         assert after.generation == before.generation
-        for arg in after.tensors:  # and it is what an independent quantizer makes of the source
+        for arg in loaded(after):  # and it is what an independent quantizer makes of the source
             name = ENCODING_NAMES[arg.encoding]
             if name in ("e2m3", "nvfp4"):
                 stored = EMBEDDING if tied and arg.name == HEAD else arg.name
@@ -106,8 +106,8 @@ def test_fp8_sources_keep_their_codes_or_are_quantized(tmp_path: Path) -> None:
     convert(str(source), str(tmp_path / "once.ksl"), weights="fp6")
     convert(str(tmp_path / "raw.ksl"), str(tmp_path / "twice.ksl"), weights="fp6")
     with open_model(str(source), weights="bf16") as a, open_model(str(tmp_path / "raw.ksl")) as b:
-        assert all(same(x, y) for x, y in zip(a.tensors, b.tensors, strict=True))
-        assert ENCODING_NAMES[{t.name: t for t in b.tensors}[MATRIX].encoding] == "fp8"
+        assert all(same(x, y) for x, y in zip(loaded(a), loaded(b), strict=True))
+        assert ENCODING_NAMES[{t.name: t for t in loaded(b)}[MATRIX].encoding] == "fp8"
         assert b.notes == ("1 matrices stay block-FP8, as they are stored",)
     once, twice = (
         open_container(str(tmp_path / "once.ksl")),
@@ -175,7 +175,7 @@ def test_progress_has_a_line_per_layer(tmp_path: Path) -> None:
     assert names == ["model.embed_tokens", *layers, "model.norm", "mtp", "lm_head"]
     assert [count for _, count, _ in heard.groups] == [1, 14, 14, 14, 11, 1, 15, 1]
     with open_model(str(tmp_path / "m.ksl")) as model:
-        parts = [p for t in model.tensors for p in (t.data, t.scales, t.globals_) if p is not None]
+        parts = [p for t in loaded(model) for p in (t.data, t.scales, t.globals_) if p is not None]
     assert sum(size for _, _, size in heard.groups) == sum(part.nbytes for part in parts)
     assert done.size > sum(size for _, _, size in heard.groups)
     assert heard.shares == sorted(heard.shares)
@@ -367,6 +367,6 @@ def test_requests_that_a_quantized_container_cannot_meet(tmp_path: Path, fp6: by
         with pytest.raises(ModelFileError, match="convert the original model"):
             open_model(str(path), weights=weights)
     with open_model(str(path), head="bf16") as model:
-        assert HEAD not in {a.name for a in model.tensors}
+        assert HEAD not in {a.name for a in loaded(model)}
     with open_model(str(path), weights="fp6") as model:
-        assert HEAD in {a.name for a in model.tensors}
+        assert HEAD in {a.name for a in loaded(model)}

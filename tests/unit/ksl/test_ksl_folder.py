@@ -17,14 +17,14 @@ from kslserve.ksl.layout import EMBEDDING, HEAD
 from kslserve.ksl.open import open_model
 from tests.unit.ksl import ksl_build
 from tests.unit.ksl import ksl_reference as reference
-from tests.unit.ksl.ksl_build import Tensor, folder, nested, tensors, text_config
+from tests.unit.ksl.ksl_build import Tensor, folder, loaded, nested, tensors, text_config
 
 MATRIX = "model.layers.0.mlp.gate_proj.weight"
 
 
 def open_raw(path: Path) -> dict[str, TensorArg]:
     with open_model(str(path), weights="bf16") as model:
-        return {arg.name: arg for arg in model.tensors}
+        return {arg.name: arg for arg in loaded(model)}
 
 
 def refused(path: Path, *parts: str) -> None:
@@ -65,7 +65,7 @@ def test_model_file_fields(tmp_path: Path) -> None:
         assert model.chat_template == "{{ messages }}"
         assert model.tokenizer_json == ksl_build.tokenizer(60)
         assert (model.weights, model.head, model.notes) == ("fp6", "fp6", ())
-        assert {a.name: a for a in model.tensors}[MATRIX].encoding == ENC_E2M3
+        assert {a.name: a for a in loaded(model)}[MATRIX].encoding == ENC_E2M3
     assert model.tensors == []
     model.close()
 
@@ -133,7 +133,7 @@ def test_tied_and_untied_heads(tmp_path: Path) -> None:
     assert HEAD not in open_raw(path)
     with open_model(str(path)) as model:
         assert any("lm_head.weight is not used" in note for note in model.notes)
-        by_name = {a.name: a for a in model.tensors}
+        by_name = {a.name: a for a in loaded(model)}
     assert by_name[HEAD].encoding == ENC_E2M3
     assert by_name[EMBEDDING].encoding == ENC_BF16
     missing = tensors(untied)
@@ -152,7 +152,7 @@ def test_mtp_by_what_is_there(tmp_path: Path) -> None:
     path = folder(tmp_path / "unnamed", config, tensors(text_config()))
     with open_model(str(path), weights="bf16") as model:
         assert model.spec.mtp_layers == 0
-        assert not any(arg.name.startswith("mtp.") for arg in model.tensors)
+        assert not any(arg.name.startswith("mtp.") for arg in loaded(model))
     items = tensors(text_config())
     del items["mtp.fc.weight"]
     refused(folder(tmp_path / "part", items=items), "expected the tensor mtp.fc.weight [32, 64]")
@@ -179,7 +179,7 @@ def test_block_fp8(tmp_path: Path, scale: str) -> None:
     assert arg.scales.nbytes == 12
     w = reference.decode("fp8", arg.data, arg.scales, None, 300, 32)
     with open_model(str(path), weights="fp6") as model:
-        made = {a.name: a for a in model.tensors}[MATRIX]
+        made = {a.name: a for a in loaded(model)}[MATRIX]
     codes, scales, _ = reference.encode("e2m3", w)
     assert bytes(made.data) == codes.tobytes()
     assert bytes(made.scales) == scales.tobytes()
@@ -282,8 +282,11 @@ def test_values_that_are_not_finite(tmp_path: Path) -> None:
     data[64 * 5 : 64 * 5 + 2] = b"\x80\x7f"  # infinity in row 5
     items[MATRIX] = ("BF16", (48, 32), bytes(data))
     path = folder(tmp_path / "m", items=items)
-    with pytest.raises(ModelFileError, match=f"{MATRIX}: expected finite values.* in row 5"):
-        open_model(str(path), weights="nvfp4")
+    with (
+        open_model(str(path), weights="nvfp4") as model,
+        pytest.raises(ModelFileError, match=f"{MATRIX}: expected finite values.* in row 5"),
+    ):
+        loaded(model)
 
 
 def test_index_lies(tmp_path: Path) -> None:
@@ -350,7 +353,7 @@ def test_quantized_tensors_match_the_reference(tmp_path: Path) -> None:
     for weights, encoding in (("fp6", "e2m3"), ("nvfp4", "nvfp4")):
         heard: list[str] = []
         with open_model(str(path), weights=weights, progress=heard.append) as model:
-            arg = {a.name: a for a in model.tensors}[MATRIX]
+            arg = {a.name: a for a in loaded(model)}[MATRIX]
         assert MATRIX in heard
         assert "model.norm.weight" not in heard
         raw = np.frombuffer(items[MATRIX][2], np.uint16).astype(np.uint32) << 16
@@ -369,7 +372,7 @@ def test_chunks_do_not_change_the_result(tmp_path: Path, monkeypatch: pytest.Mon
     for limit in (1 << 22, 1):
         monkeypatch.setattr("kslserve.ksl.quantize.CHUNK_ELEMENTS", limit)
         with open_model(str(path), weights="nvfp4") as model:
-            arg = {a.name: a for a in model.tensors}[MATRIX]
+            arg = {a.name: a for a in loaded(model)}[MATRIX]
         found.append([bytes(b) for b in (arg.data, arg.scales, arg.globals_)])
     assert found[0] == found[1]
     sizes = codecs.encoding_sizes(codecs.ENC_NVFP4, 300, 32)

@@ -58,14 +58,6 @@ def test_reads_what_was_written(tmp_path: Path) -> None:
     file.close()
 
 
-def test_views_are_read_only_and_outlive_the_file(tmp_path: Path) -> None:
-    file = SafetensorsFile(write(tmp_path, ksl_build.safetensors(ITEMS)))
-    view = file.view("b")
-    file.close()
-    assert view.tobytes() == b"hello"
-    assert not view.flags.writeable
-
-
 def test_reads_files_of_the_safetensors_package(tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
@@ -89,7 +81,7 @@ def test_parts(tmp_path: Path) -> None:
     file = SafetensorsFile(write(tmp_path, ksl_build.safetensors(ITEMS)))
     assert file.part("b", 1, 4).tobytes() == b"ell"
     assert file.part("b", 5, 5).size == 0
-    assert file.view("empty").size == 0
+    assert file.data("empty").size == 0
     with pytest.raises(AssertionError):
         file.part("b", 0, 6)
     file.close()
@@ -101,9 +93,8 @@ def test_a_file_that_becomes_shorter(tmp_path: Path) -> None:
     entry = file.entries["a"]
     os.truncate(path, entry.start + 5)
     text = f"expected 24 bytes at byte {entry.start}, but the file now ends at byte"
-    for read in (file.data, file.view):
-        with pytest.raises(ModelFileError, match=text):
-            read("a")
+    with pytest.raises(ModelFileError, match=text):
+        file.data("a")
     file.close()
 
 

@@ -8,6 +8,7 @@ from kslserve.errors import ModelFileError
 from kslserve.ksl.layout import EMBEDDING, HEAD
 from kslserve.ksl.open import open_model
 from kslserve.ksl.synth import SHAPES
+from tests.unit.ksl.ksl_build import loaded
 
 
 @pytest.mark.parametrize(
@@ -17,11 +18,11 @@ from kslserve.ksl.synth import SHAPES
 )
 def test_published_shapes(shape: str, weights: int | None, tied: bool) -> None:
     with open_model(f"synth:{shape}", weights="bf16") as model:
-        names = {arg.name for arg in model.tensors}
+        names = {arg.name for arg in loaded(model)}
         assert (HEAD not in names) == tied
-        assert all(arg.data is None and arg.fill is not None for arg in model.tensors)
+        assert all(arg.data is None and arg.fill is not None for arg in loaded(model))
         if weights is not None:
-            assert sum(arg.rows * arg.cols for arg in model.tensors) == weights
+            assert sum(arg.rows * arg.cols for arg in loaded(model)) == weights
         assert model.spec.vocab == 248320
         assert model.spec.token_limit == 8192
         assert model.tokenizer_json is not None
@@ -30,7 +31,7 @@ def test_published_shapes(shape: str, weights: int | None, tied: bool) -> None:
 
 def test_encodings_follow_the_policy() -> None:
     with open_model("synth:0.8b", weights="nvfp4") as model:
-        by_name = {arg.name: arg for arg in model.tensors}
+        by_name = {arg.name: arg for arg in loaded(model)}
         assert (model.weights, model.head) == ("nvfp4", "fp6")
     assert by_name["model.layers.0.mlp.up_proj.weight"].encoding == ENC_NVFP4
     assert by_name["mtp.fc.weight"].encoding == ENC_E2M3
@@ -44,7 +45,7 @@ def test_encodings_follow_the_policy() -> None:
 
 def test_fills_make_a_neutral_model() -> None:
     with open_model("synth:test") as model:
-        by_name = {arg.name: arg.fill for arg in model.tensors}
+        by_name = {arg.name: arg.fill for arg in loaded(model)}
         seeds = [f.seed for n, f in by_name.items() if f and f.kind == FILL_UNIFORM and n != HEAD]
     assert len(set(seeds)) == len(seeds)
     norm, gain = by_name["model.norm.weight"], by_name["model.layers.0.linear_attn.norm.weight"]
