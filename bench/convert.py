@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -71,6 +72,7 @@ def make_folder(path: Path, mib: int) -> None:
             values = random.standard_normal(count, dtype=np.float32) * np.float32(0.02)
             file.write((values.view(np.uint32) >> 16).astype(np.uint16).tobytes())
             left -= count
+    os.sync()  # what is still on its way to the disk would be timed with the first conversion
 
 
 def packing(folder: Path, items: tuple[Planned, ...]) -> tuple[Callable[[], None], int]:

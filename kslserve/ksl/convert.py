@@ -99,6 +99,7 @@ def _write_container(
 ) -> Converted:
     plan = policy.plan(source, weights, head)
     writing = ContainerWriter(source, plan, file.put)
+    file.reserve(writing.size)
     writing.write_texts()
     meter = _Meter(source, plan.tensors, progress)
     for stripe in stripes(source, plan.tensors, workers=workers, finish=writing.finish):
@@ -113,6 +114,7 @@ def _write_ksl1(
     source: Source, file: NewFile, mtp: bool, workers: int, progress: Progress
 ) -> Converted:
     plan = plan_ksl1(source, mtp=mtp)
+    file.reserve(plan.size)
     meter = _Meter(source, plan.tensors, progress)
     for stripe in stripes(source, plan.tensors, workers=workers, finish=writer(plan, file.put)):
         meter.taken(stripe.item, stripe.end, stripe.parts)
