@@ -147,12 +147,24 @@ void run_op(Backend *b, const ksl_op *op) {
   }
 }
 
+// Tiles of attention of a long row. Those with most keys come first, so that no late one is alone.
+void add_tiles(Backend *b, const RowInfo *row, int n) {
+  const int columns = kFlashRows / (b->spec->heads / b->spec->kv_heads);
+  for (int first = (n - 1) / columns * columns; first >= 0; first -= columns) {
+    const int left = n - first;
+    b->tiles[b->n_tiles++] = {row->column + first, left < columns ? left : columns,
+                              row->start + first, row->slot};
+  }
+}
+
 int plan_rows(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
   const int capacity = b->column_capacity;
   int32_t *token = b->columns + kToken * capacity, *position = b->columns + kPosition * capacity;
   int32_t *slot_of = b->columns + kSlotOf * capacity, *row_of = b->columns + kRowOf * capacity;
   int32_t *source = b->columns + kSource * capacity, *kept_row = b->columns + kKeptRow * capacity;
+  int32_t *shorts = b->columns + kShort * capacity;
   int columns = 0, kept = 0;
+  b->n_short = b->n_tiles = 0;
   b->n_rows = wave->n_rows;
   b->multi = false;
   b->most_position = 0;
@@ -206,7 +218,13 @@ int plan_rows(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
       source[c] = j ? static_cast<int32_t>(kSourceColumn)
                     : (row->start ? row->slab : static_cast<int32_t>(kSourceZero));
     }
-    if (row->start + n - 1 > b->most_position) b->most_position = row->start + n - 1;
+    info->tiled = b->long_rows && row->kind != KSL_ROW_VERIFY && n >= kLongRow;
+    if (info->tiled)
+      add_tiles(b, info, n);
+    else
+      for (int j = 0; j < n; j++) shorts[b->n_short++] = columns + j;
+    if (!info->tiled && row->start + n - 1 > b->most_position)
+      b->most_position = row->start + n - 1;
     if (n > 1) b->multi = true;
     slot->n_drafts = 0;
     plan->n = plan->committed = info->n = info->committed = n;
@@ -304,6 +322,7 @@ int run_columns(Backend *b) {
   b->trunk = true;
   b->kv_only = false;
   upload(b, b->d_rows, b->row_info, b->n_rows * sizeof(RowInfo));
+  upload(b, b->d_tiles, b->tiles, b->n_tiles * sizeof(FlashTile));
   upload_columns(b, b->batch.n);
   plan_head(b);
   const int code = launch(b);

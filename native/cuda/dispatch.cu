@@ -30,6 +30,13 @@ GdnShape gdn_shape(const ModelSpec *s) {
   return {s->lin_key_heads, s->lin_value_heads, s->lin_key_dim, s->lin_value_dim, s->conv_channels};
 }
 
+// The columns of rows that are not tiled, and how many; null: all columns of the batch.
+const int32_t *short_columns(const Backend *b, int *n) {
+  const bool all = !b->trunk || b->n_tiles == 0;
+  *n = all ? b->batch.n : b->n_short;
+  return all ? nullptr : b->d_columns + kShort * b->column_capacity;
+}
+
 void stage_embed(void *context, int) {
   Backend *b = static_cast<Backend *>(context);
   embed(&b->device, b->embedding, b->batch, b->x, b->hidden_stride);
@@ -217,9 +224,32 @@ void stage_attn_heads(void *context, int layer) {
 void stage_attn_core(void *context, int layer) {
   Backend *b = static_cast<Backend *>(context);
   const ModelSpec *s = b->spec;
+  const KvLayer kv = kv_layer(b, layer);
+  const GateArgs gate = {b->query_gate,   b->query_gate_stride,
+                         b->pregate,      b->attn_gated,
+                         b->query_stride, split_for(b->layers[layer].full.out, b->query_split)};
+  if (b->attn_tiles) {
+    TileArgs a = {};
+    a.columns = b->batch;
+    a.kv = kv;
+    a.format = b->config->kv_format;
+    a.q = b->stored_q;
+    a.q_stride = b->query_stride;
+    a.heads = s->heads;
+    a.rows = b->trunk && b->multi ? b->d_rows : nullptr;
+    a.list = short_columns(b, &a.n);
+    a.partial = b->attn_partial;
+    if (a.n > 0)
+      attn_tile(&b->device, a, gate, b->most_position, b->attn_partial_floats / (s->head_dim + 2));
+    if (b->trunk && b->n_tiles > 0) {
+      const FlashArgs f = {kv, a.format, a.q, a.q_stride, s->heads, b->d_tiles, b->n_tiles, gate};
+      attn_flash(&b->device, f);
+    }
+    return;
+  }
   CoreArgs a = {};
   a.columns = b->batch;
-  a.kv = kv_layer(b, layer);
+  a.kv = kv;
   a.format = b->config->kv_format;
   a.q = b->stored_q;
   a.q_stride = b->query_stride;
@@ -247,12 +277,7 @@ void stage_attn_core(void *context, int layer) {
   c.kv_heads = s->kv_heads;
   c.d = s->head_dim;
   c.first_key = a.kv.first_key;
-  c.query_gate = b->query_gate;
-  c.query_gate_stride = b->query_gate_stride;
-  c.pregate = b->pregate;
-  c.gated = b->attn_gated;
-  c.stride = b->query_stride;
-  c.split = split_for(b->layers[layer].full.out, b->query_split);
+  c.gate = gate;
   attn_combine(&b->device, c);
 }
 

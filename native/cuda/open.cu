@@ -58,6 +58,7 @@ int open_device(Backend *b, ksl_error *error) {
     return fail(error, KSL_INVALID, "The CUDA device cannot be used: %s.",
                 cudaGetErrorString(code));
   }
+  b->major = properties.major;
   snprintf(b->name, sizeof b->name, "sm_%d%d", properties.major, properties.minor);
   return KSL_OK;
 }
@@ -215,6 +216,16 @@ int make_scratch(Backend *b, ksl_error *error) {
   if (units > longest * most) units = longest * most;
   b->attn_partial_floats = unit * units;
   b->attn_partial = own_many<float>(b, b->attn_partial_floats);
+  b->attn_tiles = s->kv_layers > 0 && attn_tile_runs(&b->device, config->kv_format, s->head_dim);
+  b->long_rows = b->attn_tiles &&
+                 attn_flash_runs(b->major, config->kv_format, s->head_dim, s->heads / s->kv_heads);
+  if (b->long_rows) {
+    b->tile_capacity = divide_up(columns, kFlashRows / (s->heads / s->kv_heads)) +
+                       static_cast<int>(columns / kLongRow);
+    b->tiles = alloc_many<FlashTile>(b->alloc, b->tile_capacity);
+    b->d_tiles = own_many<FlashTile>(b, b->tile_capacity);
+    if (!b->tiles || !b->d_tiles) return no_memory(b, error, "the activations");
+  }
 
   const int64_t most_kept = slots * (1 + KSL_MAX_DRAFT);
   b->keep_columns = static_cast<int>(most_kept < columns ? most_kept : columns);
@@ -349,10 +360,10 @@ void cuda_close(Backend *b) {
     cudaStreamDestroy(b->device.stream);
   }
   for (int i = 0; b->slots && i < b->config->slots; i++) alloc_free(b->slots[i].forced);
-  void *const host[] = {b->slots, b->rows,        b->row_info,    b->columns,
-                        b->jobs,  b->job_columns, b->sample_jobs, b->logprob_jobs,
-                        b->ids,   b->entries,     b->layers,      b->owned,
-                        b};
+  void *const host[] = {b->slots,        b->rows, b->row_info,    b->tiles,
+                        b->columns,      b->jobs, b->job_columns, b->sample_jobs,
+                        b->logprob_jobs, b->ids,  b->entries,     b->layers,
+                        b->owned,        b};
   for (void *memory : host) alloc_free(memory);
 }
 
@@ -383,7 +394,7 @@ void cuda_info(Backend *b, ksl_info *info) {
   // Two halves carry 22 bits of every activation of a packed product, all else is float32.
   const bool packed = b->encodings & (1u << KSL_ENC_E2M3 | 1u << KSL_ENC_NVFP4);
   snprintf(info->activation, sizeof info->activation, packed ? "f16x2" : "float");
-  snprintf(info->equality, sizeof info->equality, "bit");
+  snprintf(info->equality, sizeof info->equality, b->long_rows ? "tolerance" : "bit");
   int at = snprintf(info->numerics, sizeof info->numerics,
                     "cuda %.16s %.12s %s kv=%s %s weights=", ksl_source_digest(), KSL_CUDA_DIGEST,
                     b->name, kv_format_name(b->config->kv_format), info->activation);

@@ -10,6 +10,7 @@
 
 namespace ksl {
 
+enum { kLongRow = 64 };
 enum { kHeadBatch = 32 };  // columns whose logits exist at one time
 
 struct LinearWeights {
@@ -75,6 +76,7 @@ struct Backend {
   void **owned;  // device memory
   int n_owned, owned_capacity;
   uint64_t device_bytes;
+  int major;  // compute capability
   char name[16];
 
   LayerWeights *layers;
@@ -100,6 +102,9 @@ struct Backend {
   RowPlan *rows;
   RowInfo *row_info;  // [slots]
   int n_rows, n_kept;
+  int n_short;  // columns of rows that are not tiled
+  FlashTile *tiles;
+  int n_tiles, tile_capacity;
   int32_t *columns;  // [kColumnArrays][wave_columns + slots]
   HeadJob *jobs;
   int n_jobs;
@@ -113,6 +118,7 @@ struct Backend {
 
   // the same on the device
   RowInfo *d_rows;
+  FlashTile *d_tiles;
   int32_t *d_columns;
   int32_t *d_job_columns, *d_head_columns;
   SampleJob *d_sample_jobs;
@@ -125,7 +131,9 @@ struct Backend {
   Graph graphs[kGraphs];
   int n_graphs;
   uint64_t graph_clock;
-  bool no_graphs;  // capturing failed: waves are launched kernel by kernel
+  bool attn_tiles;  // attention of short rows runs on tensor cores
+  bool long_rows;   // prompt rows of kLongRow columns and more have kernels of their own
+  bool no_graphs;   // capturing failed: waves are launched kernel by kernel
 
   Columns batch;
   bool trunk;  // the batch is the wave's columns, not drafts
@@ -154,7 +162,16 @@ struct Backend {
   int64_t keep_floats;
 };
 
-enum ColumnArray { kToken = 0, kPosition, kSlotOf, kRowOf, kSource, kKeptRow, kColumnArrays };
+enum ColumnArray {
+  kToken = 0,
+  kPosition,
+  kSlotOf,
+  kRowOf,
+  kSource,
+  kKeptRow,
+  kShort,
+  kColumnArrays
+};
 
 // Zeroed device memory that close frees; null when memory is out.
 void *own_device(Backend *b, size_t bytes);

@@ -2,6 +2,7 @@
 // in ascending order to spans of eight, spans in ascending order: whoever computes them, the same
 // bits.
 #pragma once
+#include "../common/rows.cuh"
 #include "../common/split.cuh"
 #include "../kv/kv.cuh"
 
@@ -47,16 +48,102 @@ struct CoreArgs {
 };
 void attn_core(Device *device, const CoreArgs &a);
 
-struct CombineArgs {
-  Columns columns;
-  const float *partial;
-  int units, unit_chunks, heads, kv_heads, d, first_key;
+// What becomes of a weighted value: its gate, and the form that the next product reads.
+struct GateArgs {
   const float *query_gate;
   int query_gate_stride;
   float *pregate, *gated;
   int stride;
   Split split;
 };
+
+struct CombineArgs {
+  Columns columns;
+  const float *partial;
+  int units, unit_chunks, heads, kv_heads, d, first_key;
+  GateArgs gate;
+};
 void attn_combine(Device *device, const CombineArgs &a);
+
+// Short rows on tensor cores, to the same rule with other sizes: chunks of 64 keys, spans of eight.
+constexpr int kTileKeys = 64;
+constexpr int kTileSpan = 8;
+constexpr int kManyBlocks = 256;
+
+struct TileArgs {
+  Columns columns;
+  KvLayer kv;
+  int format;
+  const float *q;
+  int q_stride, heads;
+  const RowInfo *rows;  // null: every column is a row
+  const int32_t *list;  // the columns that it is for, whole rows; null: all
+  int n;
+  float *partial;  // [columns][heads][units][d]
+  // attn_tile sets these
+  float2 *partial_sums;  // [columns][heads][units]: greatest score, sum
+  int units, unit_chunks, first;
+};
+// Whether it is there for such heads on this device.
+bool attn_tile_runs(Device *device, int format, int head_dim);
+// room: results of a unit and head that `partial` holds, d + 2 floats each.
+void attn_tile(Device *device, TileArgs a, const GateArgs &o, int most_position, int64_t room);
+
+// Long pieces of prompts: tiles of as many columns as have kFlashRows query heads of a KV head.
+constexpr int kFlashRows = 128;
+struct FlashTile {
+  int32_t column, columns, position, slot;
+};
+struct FlashArgs {
+  KvLayer kv;
+  int format;
+  const float *q;
+  int q_stride, heads;
+  const FlashTile *tiles;
+  int n_tiles;
+  GateArgs gate;
+};
+// major: compute capability of the device.
+bool attn_flash_runs(int major, int format, int head_dim, int group);
+void attn_flash(Device *device, const FlashArgs &a);
+
+// Joins sums over keys with those of later keys; log2 units. Joined with nothing both stay.
+struct Join {
+  float most, old, now;
+  __device__ Join(float before, float after) {
+    most = fmaxf(before, after);
+    const float base = most == -INFINITY ? 0.0f : most;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(old) : "f"(before - base));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(now) : "f"(after - base));
+  }
+  __device__ float add(float before, float after) const { return fmaf(before, old, after * now); }
+};
+
+__device__ inline void gate_store(const GateArgs &o, int column, int head, int i, int d,
+                                  float value) {
+  const int at = head * d + i;
+  const float gate =
+      o.query_gate[static_cast<int64_t>(column) * o.query_gate_stride + (2 * head + 1) * d + i];
+  o.pregate[static_cast<int64_t>(column) * o.stride + at] = value;
+  const float gated = value * sigmoid(gate);
+  o.gated[static_cast<int64_t>(column) * o.stride + at] = gated;
+  if (o.split.data != nullptr) split_store(o.split, column, at, gated);
+}
+
+// Dims i and i + 1 of an even i.
+__device__ inline void gate_store2(const GateArgs &o, int column, int head, int i, int d,
+                                   float first, float second) {
+  const int at = head * d + i;
+  const float2 gate = *reinterpret_cast<const float2 *>(
+      o.query_gate + static_cast<int64_t>(column) * o.query_gate_stride + (2 * head + 1) * d + i);
+  const int64_t to = static_cast<int64_t>(column) * o.stride + at;
+  *reinterpret_cast<float2 *>(o.pregate + to) = make_float2(first, second);
+  const float2 gated = make_float2(first * sigmoid(gate.x), second * sigmoid(gate.y));
+  *reinterpret_cast<float2 *>(o.gated + to) = gated;
+  if (o.split.data != nullptr) {
+    split_store(o.split, column, at, gated.x);
+    split_store(o.split, column, at + 1, gated.y);
+  }
+}
 
 }  // namespace ksl

@@ -40,13 +40,7 @@ __global__ void combine_kernel(const __grid_constant__ CombineArgs a) {
     }
     value = acc / l;
   }
-  const int at = head * a.d + i;
-  const float gate =
-      a.query_gate[static_cast<int64_t>(column) * a.query_gate_stride + (2 * head + 1) * a.d + i];
-  a.pregate[static_cast<int64_t>(column) * a.stride + at] = value;
-  const float gated = value * sigmoid(gate);
-  a.gated[static_cast<int64_t>(column) * a.stride + at] = gated;
-  if (a.split.data != nullptr) split_store(a.split, column, at, gated);
+  gate_store(a.gate, column, head, i, a.d, value);
 }
 
 }  // namespace

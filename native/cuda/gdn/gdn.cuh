@@ -1,5 +1,6 @@
 // Gated DeltaNet between its projections: convolution, gates, token recurrence, gated norm.
 #pragma once
+#include "../common/rows.cuh"
 #include "../common/split.cuh"
 
 namespace ksl {
@@ -8,13 +9,6 @@ constexpr int kTaps = 4;
 constexpr int kHistory = kTaps - 1;
 constexpr int kMaxKeyDim = 128;
 constexpr int kMaxValueDim = 256;
-
-// One row of the wave. committed: columns whose state the slab gets; keep < 0: all of them, as they
-// are computed.
-struct RowInfo {
-  int32_t column, n, slot, slab, keep, committed, start, n_cuts;
-  int32_t cut_offset[KSL_MAX_CUTS], cut_slab[KSL_MAX_CUTS];
-};
 
 struct GdnShape {
   int key_heads, value_heads, key_dim, value_dim, channels;

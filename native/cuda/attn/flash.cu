@@ -1,0 +1,442 @@
+// Attention of long pieces of prompts with warpgroup products (sm_90a): tiles of up to 128 queries
+// (columns x the query heads of a KV head) against tiles of 64 keys. One warpgroup unpacks stored
+// keys and values into halves in shared memory, two multiply.
+//
+// Queries, probabilities and unpacked keys are rounded to halves; sums are float32.
+#include "../common/mma.cuh"
+#include "attn.cuh"
+#include "wgmma.cuh"
+
+namespace ksl {
+
+namespace {
+
+constexpr int kDim = 256;
+constexpr int kKeys = 64;
+constexpr int kRows = kFlashRows;
+constexpr int kThreads = 384;  // a loading warpgroup, then two that multiply
+
+// Shared memory. Staged: what a loading thread has asked for and nobody else reads, and the scales
+// of each warp.
+template <int kFormat>
+struct Layout {
+  static constexpr int kKPasses = kFormat == KSL_KV_Q4 ? 4 : 8, kVPasses = 8;
+  static constexpr int kQuery = 0, kK = kQuery + kRows * kDim * 2, kV = kK + 2 * kKeys * kDim * 2;
+  static constexpr int kKStaged = kV + 2 * kKeys * kDim * 2;
+  static constexpr int kVStaged = kKStaged + kKPasses * 128 * 16;
+  static constexpr int kKScales = kVStaged + kVPasses * 128 * 16;  // q4: [passes][128] of 4 bytes
+  static constexpr int kVScales = kKScales + (kFormat == KSL_KV_Q4 ? 4 * 128 * 4 : 4 * kKeys * 4);
+  static constexpr int kBarriers = kVScales + 4 * kKeys * 4;
+  static constexpr int kAll = kBarriers + 8 * 8;
+};
+
+#if KSL_WGMMA
+
+constexpr int kPanel = kKeys * 128;
+
+struct Barriers {
+  uint64_t k_full[2], k_empty[2], v_full[2], v_empty[2];
+};
+
+struct Place {
+  const uint8_t *base;
+  int row;
+};
+
+// Pointers to the 16-key groups of a tile; keys that are not there read as those of block 0.
+struct Pages {
+  const KvLayer &kv;
+  const int32_t *table;
+  int head, keys;
+  __device__ void find(int tile, Place (&out)[4]) const {
+    int position = tile * kKeys;
+    int index = position / kv.block_tokens, at = position - index * kv.block_tokens;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const bool there = position < keys;
+      out[i].base = kv.blocks + kv.layer_offset + (there ? table[index] : 0) * kv.block_bytes;
+      out[i].row = there ? at * kv.kv_heads + head : head;
+      position += 16;
+      at += 16;
+      if (at == kv.block_tokens) {
+        at = 0;
+        index++;
+      }
+    }
+  }
+};
+
+// A row of kBytes is read by 16 bytes: lane (key % 8, part % 4), so that a warp's stores to a panel
+// fill all banks.
+template <int kFormat>
+struct Loader {
+  typedef Layout<kFormat> L;
+  const KvLayer &kv;
+  uint8_t *memory;
+  int warp, lane;
+
+  // Passes of rows of 256 bytes: eight keys, one quarter of the row a warp.
+  __device__ void ask256(int staged, int scales, const Place (&place)[4], int offset,
+                         int offset_of_scales, int left) const {
+#pragma unroll
+    for (int pass = 0; pass < 8; pass++) {
+      const int key = pass * 8 + (lane & 7), part = warp * 4 + (lane >> 3);
+      const Place &p = place[pass >> 1];
+      const uint8_t *from = p.base + offset +
+                            static_cast<int64_t>(p.row + (key & 15) * kv.kv_heads) * 256 +
+                            part * 16;
+      copy_async<16>(memory + staged + (pass * 128 + threadIdx.x) * 16, from, key < left);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int key = half * 32 + lane;
+      const Place &a = place[half * 2], &b = place[half * 2 + 1];
+      const uint8_t *base = lane < 16 ? a.base : b.base;
+      const int row = (lane < 16 ? a.row : b.row) + (key & 15) * kv.kv_heads;
+      copy_async<4>(memory + scales + (warp * kKeys + key) * 4,
+                    base + offset_of_scales + static_cast<int64_t>(row) * 4, key < left);
+    }
+  }
+  __device__ void ask_k(const Place (&place)[4], int left) const {
+    if constexpr (kFormat != KSL_KV_Q4) {
+      ask256(L::kKStaged, L::kKScales, place, kv.k_offset, kv.k_scale_offset, left);
+    } else {
+#pragma unroll
+      for (int pass = 0; pass < 4; pass++) {
+        const int key = (pass * 2 + (warp >> 1)) * 8 + (lane & 7);
+        const int part = (warp & 1) * 4 + (lane >> 3);
+        const Place &p = place[pass];
+        const int64_t row = p.row + (key & 15) * kv.kv_heads;
+        copy_async<16>(memory + L::kKStaged + (pass * 128 + threadIdx.x) * 16,
+                       p.base + kv.k_offset + row * 128 + part * 16, key < left);
+        copy_async<4>(memory + L::kKScales + (pass * 128 + threadIdx.x) * 4,
+                      p.base + kv.k_scale_offset + row * 32 + part * 4, key < left);
+      }
+    }
+  }
+  __device__ void ask_v(const Place (&place)[4], int left) const {
+    ask256(L::kVStaged, L::kVScales, place, kv.v_offset, kv.v_scale_offset, left);
+  }
+
+  __device__ void unpack256(int staged, int scales, uint8_t *to) const {
+#pragma unroll
+    for (int pass = 0; pass < 8; pass++) {
+      const int key = pass * 8 + (lane & 7), part = warp * 4 + (lane >> 3);
+      const uint4 codes =
+          *reinterpret_cast<const uint4 *>(memory + staged + (pass * 128 + threadIdx.x) * 16);
+      const float s = reinterpret_cast<const float *>(memory + scales)[warp * kKeys + key];
+      const __half2 scale = __float2half2_rn(fminf(s, 128.0f));  // a half holds 448 of these
+      const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+      uint32_t out[8];
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        const uint32_t two = e4m3_halves(words[i / 2] >> (16 * (i & 1)));
+        const __half2 v = __hmul2(reinterpret_cast<const __half2 &>(two), scale);
+        out[i] = reinterpret_cast<const uint32_t &>(v);
+      }
+      uint8_t *panel = to + (part >> 2) * kPanel;
+      *reinterpret_cast<uint4 *>(panel + swizzled(key, (part & 3) * 2)) =
+          make_uint4(out[0], out[1], out[2], out[3]);
+      *reinterpret_cast<uint4 *>(panel + swizzled(key, (part & 3) * 2 + 1)) =
+          make_uint4(out[4], out[5], out[6], out[7]);
+    }
+  }
+  __device__ void unpack_k(uint8_t *to) const {
+    if constexpr (kFormat != KSL_KV_Q4) {
+      unpack256(L::kKStaged, L::kKScales, to);
+    } else {
+#pragma unroll
+      for (int pass = 0; pass < 4; pass++) {
+        const int key = (pass * 2 + (warp >> 1)) * 8 + (lane & 7);
+        const int part = (warp & 1) * 4 + (lane >> 3);
+        const int slot = pass * 128 + threadIdx.x;
+        const uint4 codes = *reinterpret_cast<const uint4 *>(memory + L::kKStaged + slot * 16);
+        const __half2 pair = *reinterpret_cast<const __half2 *>(memory + L::kKScales + slot * 4);
+        const __half2 scale = __low2half2(pair), zero = __high2half2(pair);
+        const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+        uint8_t *panel = to + (part >> 1) * kPanel;
+#pragma unroll
+        for (int w = 0; w < 4; w++) {
+          uint32_t out[4];
+          unpack_codes(words[w], out);
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            // A code less its zero point is exact in a half.
+            const __half2 x =
+                __hmul2(__hsub2(reinterpret_cast<const __half2 &>(out[i]), zero), scale);
+            out[i] = reinterpret_cast<const uint32_t &>(x);
+          }
+          *reinterpret_cast<uint4 *>(panel + swizzled(key, (part & 1) * 4 + w)) =
+              make_uint4(out[0], out[1], out[2], out[3]);
+        }
+      }
+    }
+  }
+  __device__ void unpack_v(uint8_t *to) const { unpack256(L::kVStaged, L::kVScales, to); }
+};
+
+// Queries of one multiplying warpgroup, in units that make a power of two the exponential. Dims of
+// q4 are in the order in which codes unpack.
+template <int kFormat>
+__device__ void load_queries(const FlashArgs &a, const FlashTile &tile, int head, int group,
+                             uint8_t *memory, int half, int thread) {
+  const float unit = 1.4426950408889634f / sqrtf(static_cast<float>(kDim));
+  for (int i = thread; i < 64 * (kDim / 8); i += 128) {
+    const int chunk = i % (kDim / 8), row = half * 64 + i / (kDim / 8);
+    float q[8] = {};
+    if (row < tile.columns * group) {
+      const float4 *from = reinterpret_cast<const float4 *>(
+          a.q + static_cast<int64_t>(tile.column + row / group) * a.q_stride +
+          (head * group + row % group) * kDim + chunk * 8);
+      const float4 x = from[0], y = from[1];
+      q[0] = x.x, q[1] = x.y, q[2] = x.z, q[3] = x.w;
+      q[4] = y.x, q[5] = y.y, q[6] = y.z, q[7] = y.w;
+    }
+    alignas(16) __half2 out[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+      out[k] = kFormat == KSL_KV_Q4 ? __floats2half2_rn(q[k] * unit, q[k + 4] * unit)
+                                    : __floats2half2_rn(q[2 * k] * unit, q[2 * k + 1] * unit);
+    *reinterpret_cast<uint4 *>(memory + Layout<kFormat>::kQuery + (chunk >> 3) * (kRows * 128) +
+                               swizzled(row, chunk & 7)) = *reinterpret_cast<const uint4 *>(out);
+  }
+}
+
+__device__ inline float quad_max(float v) {
+  v = fmaxf(v, __shfl_xor_sync(kAll, v, 1));
+  return fmaxf(v, __shfl_xor_sync(kAll, v, 2));
+}
+__device__ inline float quad_sum(float v) {
+  v += __shfl_xor_sync(kAll, v, 1);
+  return v + __shfl_xor_sync(kAll, v, 2);
+}
+
+template <int kFormat>
+__device__ void multiply(const FlashArgs &a, const FlashTile &tile, int head, int tiles,
+                         uint8_t *memory) {
+  typedef Layout<kFormat> L;
+  Barriers *barriers = reinterpret_cast<Barriers *>(memory + L::kBarriers);
+  const int thread = threadIdx.x & 127, half = (threadIdx.x >> 7) - 1;
+  const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
+  const int group = a.heads / a.kv.kv_heads;
+  load_queries<kFormat>(a, tile, head, group, memory, half, thread);
+  wgmma_publish();
+  asm volatile("bar.sync %0, 128;" ::"r"(1 + half) : "memory");
+
+  const uint32_t base = shared_address(memory);
+  const uint64_t query = matrix_descriptor(base + L::kQuery + half * 8192, 16);
+  const uint64_t keys_at = matrix_descriptor(base + L::kK, 16);
+  const uint64_t values_at = matrix_descriptor(base + L::kV, kPanel);
+  const int rows = tile.columns * group;
+  int limit[2];  // keys that the queries of this lane's two rows see
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int row = half * 64 + warp * 16 + g + 8 * r;
+    limit[r] = tile.position + (row < rows ? row / group : 0) + 1;
+  }
+  const int whole = tile.position + (half * 64 + warp * 16) / group + 1;  // keys all rows here see
+
+  float out[kDim / 2] = {}, score[kKeys / 2], most[2] = {-INFINITY, -INFINITY}, total[2] = {};
+  uint32_t p[kKeys / 16][4];
+  const auto ask_scores = [&](int tile_index) {
+    const int stage = tile_index & 1;
+    barrier_wait(&barriers->k_full[stage], tile_index >> 1 & 1);
+    wgmma_begin();
+#pragma unroll
+    for (int s = 0; s < kDim / 16; s++)
+      wgmma_rows64(score, query + (((s >> 2) * (kRows * 128) + (s & 3) * 32) >> 4),
+                   keys_at + ((stage * (kKeys * kDim * 2) + (s >> 2) * kPanel + (s & 3) * 32) >> 4),
+                   s > 0);
+    wgmma_commit();
+  };
+  // Probabilities of the scores, in place; returns by how much what came before counts less.
+  const auto soften = [&](int tile_index, float (&old)[2]) {
+    const int first = tile_index * kKeys;
+    if (first + kKeys > whole || first < a.kv.first_key) {
+#pragma unroll
+      for (int i = 0; i < kKeys / 2; i++) {
+        const int key = first + (i >> 2) * 8 + 2 * t + (i & 1);
+        if (key >= limit[i >> 1 & 1] || key < a.kv.first_key) score[i] = -INFINITY;
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float high = -INFINITY;
+#pragma unroll
+      for (int i = 0; i < kKeys / 8; i++)
+        high = fmaxf(high, fmaxf(score[4 * i + 2 * r], score[4 * i + 2 * r + 1]));
+      high = fmaxf(most[r], quad_max(high));
+      const float from = high == -INFINITY ? 0.0f : high;
+      old[r] = exp2_fast(most[r] - from);
+      most[r] = high;
+      float sum = 0;
+#pragma unroll
+      for (int i = 0; i < kKeys / 8; i++) {
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          const float x = exp2_fast(score[4 * i + 2 * r + e] - from);
+          score[4 * i + 2 * r + e] = x;
+          sum += x;
+        }
+      }
+      total[r] = fmaf(total[r], old[r], sum);
+    }
+  };
+  const auto pack = [&]() {
+#pragma unroll
+    for (int s = 0; s < kKeys / 16; s++)
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        // Fragment registers: rows g and g + 8 of slots 2 t, then of slots 2 t + 8.
+        const __half2 two = __floats2half2_rn(score[8 * s + 4 * (k >> 1) + 2 * (k & 1)],
+                                              score[8 * s + 4 * (k >> 1) + 2 * (k & 1) + 1]);
+        p[s][k] = reinterpret_cast<const uint32_t &>(two);
+      }
+  };
+
+  const auto add_values = [&](int tile_index) {
+    const int stage = tile_index & 1;
+    barrier_wait(&barriers->v_full[stage], tile_index >> 1 & 1);
+    wgmma_begin();
+#pragma unroll
+    for (int s = 0; s < kKeys / 16; s++)
+      wgmma_columns256(out, p[s], values_at + ((stage * (kKeys * kDim * 2) + s * 2048) >> 4));
+    wgmma_commit();
+  };
+
+  ask_scores(0);
+  wgmma_wait<0>();
+  if (lane == 0) barrier_arrive(&barriers->k_empty[0]);
+  float old[2];
+  soften(0, old);
+  pack();
+  for (int i = 0; i + 1 < tiles; i++) {
+    ask_scores(i + 1);
+    add_values(i);
+    wgmma_wait<1>();
+    if (lane == 0) barrier_arrive(&barriers->k_empty[(i + 1) & 1]);
+    soften(i + 1, old);
+    wgmma_wait<0>();
+    if (lane == 0) barrier_arrive(&barriers->v_empty[i & 1]);
+    pack();
+    if (__any_sync(kAll, old[0] != 1.0f || old[1] != 1.0f)) {
+#pragma unroll
+      for (int k = 0; k < kDim / 2; k++) out[k] *= old[k >> 1 & 1];
+    }
+  }
+  add_values(tiles - 1);
+  wgmma_wait<0>();
+
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int row = half * 64 + warp * 16 + g + 8 * r;
+    const float sum = quad_sum(total[r]);
+    if (row >= rows) continue;
+    const float scale = sum > 0 ? 1.0f / sum : 0.0f;  // no key: position 0 of a layer without row 0
+    const int column = tile.column + row / group, query_head = head * group + row % group;
+#pragma unroll
+    for (int i = 0; i < kDim / 8; i++)
+      gate_store2(a.gate, column, query_head, i * 8 + 2 * t, kDim, out[4 * i + 2 * r] * scale,
+                  out[4 * i + 2 * r + 1] * scale);
+  }
+}
+
+template <int kFormat>
+__device__ void load_tiles(const FlashArgs &a, const FlashTile &tile, int head, int keys, int tiles,
+                           uint8_t *memory) {
+  typedef Layout<kFormat> L;
+  Barriers *barriers = reinterpret_cast<Barriers *>(memory + L::kBarriers);
+  const int32_t *table = a.kv.tables + static_cast<int64_t>(tile.slot) * a.kv.table_blocks;
+  const Pages pages = {a.kv, table, head, keys};
+  const Loader<kFormat> loader = {a.kv, memory, static_cast<int>(threadIdx.x) >> 5,
+                                  static_cast<int>(threadIdx.x) & 31};
+  Place place[4];
+  pages.find(0, place);
+  loader.ask_k(place, keys);
+  copy_commit();
+  loader.ask_v(place, keys);
+  copy_commit();
+  for (int i = 0; i < tiles; i++) {
+    const int stage = i & 1, parity = (i >> 1 & 1) ^ 1, left = keys - (i + 1) * kKeys;
+    const bool more = i + 1 < tiles;
+    if (more) pages.find(i + 1, place);
+    copy_wait<1>();
+    __syncwarp();
+    barrier_wait(&barriers->k_empty[stage], parity);
+    loader.unpack_k(memory + L::kK + stage * (kKeys * kDim * 2));
+    wgmma_publish();
+    barrier_arrive(&barriers->k_full[stage]);
+    __syncwarp();
+    if (more) loader.ask_k(place, left);
+    copy_commit();
+    copy_wait<1>();
+    __syncwarp();
+    barrier_wait(&barriers->v_empty[stage], parity);
+    loader.unpack_v(memory + L::kV + stage * (kKeys * kDim * 2));
+    wgmma_publish();
+    barrier_arrive(&barriers->v_full[stage]);
+    __syncwarp();
+    if (more) loader.ask_v(place, left);
+    copy_commit();
+  }
+}
+
+#endif
+
+template <int kFormat>
+__global__ void __launch_bounds__(kThreads, 1) flash_kernel(const __grid_constant__ FlashArgs a) {
+#if KSL_WGMMA
+  extern __shared__ __align__(1024) uint8_t memory[];
+  const int head = blockIdx.x % a.kv.kv_heads;
+  const FlashTile tile = a.tiles[blockIdx.x / a.kv.kv_heads];
+  const int keys = tile.position + tile.columns, tiles = (keys + kKeys - 1) / kKeys;
+  Barriers *barriers = reinterpret_cast<Barriers *>(memory + Layout<kFormat>::kBarriers);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < 2; i++) {
+      barrier_init(&barriers->k_full[i], 128);
+      barrier_init(&barriers->v_full[i], 128);
+      barrier_init(&barriers->k_empty[i], 8);
+      barrier_init(&barriers->v_empty[i], 8);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  begin_chained();
+  if (threadIdx.x < 128) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
+    load_tiles<kFormat>(a, tile, head, keys, tiles, memory);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
+    multiply<kFormat>(a, tile, head, tiles, memory);
+  }
+#endif
+}
+
+template <int kFormat>
+void run(Device *device, const FlashArgs &a) {
+  static bool raised = false;  // per instance; the engine has one thread
+  if (!raised)
+    raised = keep_error(
+        device,
+        cudaFuncSetAttribute(flash_kernel<kFormat>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             Layout<kFormat>::kAll),
+        "attn_flash");
+  launch_chained(device, "attn_flash", flash_kernel<kFormat>, a.n_tiles * a.kv.kv_heads, kThreads,
+                 Layout<kFormat>::kAll, a);
+}
+
+}  // namespace
+
+bool attn_flash_runs(int major, int format, int head_dim, int group) {
+  return major == 9 && head_dim == kDim && group <= kRows &&
+         (format == KSL_KV_Q4 || format == KSL_KV_FP8);
+}
+
+void attn_flash(Device *device, const FlashArgs &a) {
+  if (a.format == KSL_KV_Q4)
+    run<KSL_KV_Q4>(device, a);
+  else
+    run<KSL_KV_FP8>(device, a);
+}
+
+}  // namespace ksl
