@@ -103,7 +103,7 @@ class _Head:
 class ChatEncoder:
     """The stream of one response."""
 
-    __slots__ = ("_begun", "_delta", "_head", "_include_usage")
+    __slots__ = ("_begun", "_content", "_delta", "_head", "_include_usage")
 
     def __init__(self, model: str, fingerprint: str, *, include_usage: bool) -> None:
         self._head = _Head(model, fingerprint)
@@ -114,6 +114,7 @@ class ChatEncoder:
             + orjson.dumps(self._head.fields("chat.completion.chunk"))[:-1]
             + b',"choices":[{"index":0,"delta":{'
         )
+        self._content = self._delta + b'"content":'
 
     def attach(self, seed: int, usage: Usage) -> None:
         self._head.seed = seed
@@ -124,7 +125,7 @@ class ChatEncoder:
         if len(events) == 1:
             event = events[0]
             if type(event) is TextDelta:
-                return self._delta + b'"content":' + orjson.dumps(event.text) + _NO_FINISH
+                return b"%b%b%b" % (self._content, orjson.dumps(event.text), _NO_FINISH)
             if type(event) is ReasoningDelta:
                 return self._reasoning(event)
         else:
@@ -149,7 +150,7 @@ class ChatEncoder:
     def _frame(self, event: Event) -> bytes:
         match event:
             case TextDelta(text):
-                return self._delta + b'"content":' + orjson.dumps(text) + _NO_FINISH
+                return self._content + orjson.dumps(text) + _NO_FINISH
             case ReasoningDelta():
                 return self._reasoning(event)
             case ToolCallDelta(index, json):
@@ -185,8 +186,7 @@ class ChatEncoder:
     def _with_logprobs(self, text: str, entries: tuple[TokenLogprob, ...]) -> bytes:
         logprobs = {"content": logprob_entries(entries), "refusal": None}
         return (
-            self._delta
-            + b'"content":'
+            self._content
             + orjson.dumps(text)
             + b'},"logprobs":'
             + orjson.dumps(logprobs)

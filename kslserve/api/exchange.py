@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
-from collections.abc import Callable
-from functools import partial
 
 from kslserve import log
 from kslserve.api.dialect import (
@@ -92,15 +90,13 @@ class Exchange:
         answer: Encoder | Collector
         if parsed.request.stream:
             answer = self._encoder = parsed.encoder()
-            deliver = self._stream
             self._reply.on_drain(self._drained)
             self._heartbeat = Heartbeat(
                 asyncio.get_running_loop(), self._heartbeat_s, self._keep_alive
             )
         else:
             answer = self._collector = parsed.collector()
-            deliver = self._collect
-        on_events = partial(self._deliver, deliver)
+        on_events = self._deliver
         generation: Running
         if parsed.start is None:
             new_call_id = self._dialect.new_call_id
@@ -115,10 +111,13 @@ class Exchange:
 
     # ------------------------------------------------------------ events
 
-    def _deliver(self, deliver: Callable[[list[Event]], None], events: list[Event]) -> None:
+    def _deliver(self, events: list[Event]) -> None:
         """A fault of ours ends this exchange, and no other."""
         try:
-            deliver(events)
+            if self._encoder is not None:
+                self._stream(self._encoder, events)
+            else:
+                self._collect(events)
         except Exception as error:
             _log.error("encoding failed", id=self._request.request_id, trace=traceback.format_exc())
             usage = self._generation.usage if self._generation is not None else Usage()
@@ -132,7 +131,7 @@ class Exchange:
         if terminal is not None:
             self._resolve(terminal)
 
-    def _stream(self, events: list[Event]) -> None:
+    def _stream(self, encoder: Encoder, events: list[Event]) -> None:
         """Write a wave's events; while the reader is slow they pile up, merged, and go out in one
         piece when it has caught up. The engine is never held back."""
         reply = self._reply
@@ -141,9 +140,8 @@ class Exchange:
             if len(self._pending) > _PENDING_MAX:
                 self._pending = merge(self._pending)
         elif reply.started and type(events[-1]) not in _TERMINAL:
-            assert self._encoder is not None
             assert self._heartbeat is not None
-            reply.write(self._encoder.encode(events))
+            reply.write(encoder.encode(events))
             self._heartbeat.touch()
         else:
             self._write(events)

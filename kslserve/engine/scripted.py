@@ -138,6 +138,7 @@ class ScriptedTokenizer:
         self._tokenizer = tokenizer
         padding = [b""] * (script.base - tokenizer.size)
         self.bytes_of: list[bytes] = [*tokenizer.bytes_of, *padding, *script.texts]
+        self.texts: dict[int, str] = {}
 
     @property
     def size(self) -> int:

@@ -85,9 +85,8 @@ class Deadline:
 
 
 class WriteFlow:
-    """The write side of a connection. `paused` follows the transport's high-water mark; while it is
-    set, nothing but the end of a response should be written. `on_stuck` is called when the reader
-    has taken no byte for `timeout_s` while output waited."""
+    """Watches a reader who is behind. written: bytes given to the transport, counted by who writes
+    them. on_stuck: called when the reader has taken no byte for `timeout_s` while output waited."""
 
     __slots__ = (
         "_deadline",
@@ -95,8 +94,7 @@ class WriteFlow:
         "_taken",
         "_timeout_s",
         "_transport",
-        "_written",
-        "paused",
+        "written",
     )
 
     def __init__(
@@ -106,35 +104,26 @@ class WriteFlow:
         timeout_s: float,
         on_stuck: Callable[[], None],
     ) -> None:
-        self.paused = False
+        self.written = 0
         self._transport = transport
         self._timeout_s = timeout_s
         self._on_stuck = on_stuck
-        self._written = 0
         self._taken = 0
         self._deadline = Deadline(loop, self._check)
-
-    def write(self, data: bytes) -> None:
-        self._written += len(data)
-        self._transport.write(data)
 
     @property
     def waiting_bytes(self) -> int:
         """Bytes that the kernel has not taken yet."""
         return self._transport.get_write_buffer_size()
 
-    def pause(self) -> None:
-        self.paused = True
-        self.watch()
-
-    def resume(self) -> None:
-        self.paused = False
-        self._deadline.clear()
-
     def watch(self) -> None:
         """Demand progress from now on, until all output is taken."""
-        self._taken = self._written - self.waiting_bytes
+        self._taken = self.written - self.waiting_bytes
         self._deadline.set(self._timeout_s)
+
+    def relax(self) -> None:
+        """The reader has caught up."""
+        self._deadline.clear()
 
     def close(self) -> None:
         self._deadline.close()
@@ -143,7 +132,7 @@ class WriteFlow:
         waiting = self.waiting_bytes
         if waiting == 0:
             return
-        taken = self._written - waiting
+        taken = self.written - waiting
         if taken > self._taken:
             self._taken = taken
             self._deadline.set(self._timeout_s)

@@ -103,8 +103,9 @@ class Reply:
     """
 
     __slots__ = (
-        "_close_callbacks", "_drain_callbacks", "_outlet", "_pending", "closed", "head_only",
-        "keep_alive", "lost", "request", "request_id", "started", "status", "streaming",
+        "_chunked", "_close_callbacks", "_drain_callbacks", "_outlet", "_pending", "closed",
+        "head_only", "keep_alive", "lost", "request", "request_id", "started", "status",
+        "streaming",
     )  # fmt: skip
 
     def __init__(self, outlet: Outlet, request: Request | None, request_id: str) -> None:
@@ -112,6 +113,7 @@ class Reply:
         self.request = request
         self.request_id = request_id
         self.head_only = request is not None and request.method == "HEAD"
+        self._chunked = request is None or request.version != "1.0"
         self.started = False
         self.streaming = False
         self.closed = False
@@ -181,7 +183,8 @@ class Reply:
         the next ones. The caller bounds how much that can become (see `paused` and `on_drain`)."""
         if self.closed or not data:
             return
-        self._need_stream()
+        if not self.streaming:
+            raise RuntimeError("no stream was started")
         if self.head_only:
             return
         if self._outlet.paused:
@@ -193,7 +196,8 @@ class Reply:
         """End the stream, after a last part."""
         if self.closed:
             return
-        self._need_stream()
+        if not self.streaming:
+            raise RuntimeError("no stream was started")
         if not self.head_only:
             data = bytes(self._pending) + last
             tail = self._framed(data) if data else b""
@@ -245,16 +249,8 @@ class Reply:
             self._outlet.send_bytes(self._framed(data))
         return [] if self._outlet.paused else list(self._drain_callbacks)
 
-    @property
-    def _chunked(self) -> bool:
-        return self.request is None or self.request.version != "1.0"
-
     def _framed(self, data: bytes) -> bytes:
         return b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
-
-    def _need_stream(self) -> None:
-        if not self.streaming:
-            raise RuntimeError("no stream was started")
 
     def _head(self, status: int, own: list[Header], headers: Iterable[Header]) -> bytes:
         if self.started:

@@ -33,6 +33,7 @@ class Connection(asyncio.Protocol):
         self._deadline = Deadline(shared.loop, self._on_deadline)
         self._transport: asyncio.Transport
         self._out: WriteFlow
+        self.paused = False  # between pause_writing and resume_writing
         self._peer = ""
         self._local = ""
         self._backlog = b""
@@ -102,10 +103,12 @@ class Connection(asyncio.Protocol):
         return True
 
     def pause_writing(self) -> None:
-        self._out.pause()
+        self.paused = True
+        self._out.watch()
 
     def resume_writing(self) -> None:
-        self._out.resume()
+        self.paused = False
+        self._out.relax()
         if self._ending:
             self._out.watch()
         elif self._reply is not None:
@@ -126,7 +129,7 @@ class Connection(asyncio.Protocol):
                 self._reply is None
                 and self._at < len(self._backlog)
                 and not self._ending
-                and not self._out.paused
+                and not self.paused
                 and not self._transport.is_closing()
             ):
                 self._read()
@@ -175,7 +178,7 @@ class Connection(asyncio.Protocol):
             self._verdict = error
             reader.discard_body = True
         if awaits_continue and request.version == "1.1":
-            self._out.write(CONTINUE)
+            self.send_bytes(CONTINUE)
 
     def _on_request(self) -> None:
         """A request is complete: run its handler as a task, or answer what was decided already."""
@@ -248,13 +251,11 @@ class Connection(asyncio.Protocol):
             self._probe = None
         return reply
 
-    @property
-    def paused(self) -> bool:
-        return self._out.paused
-
     def send_bytes(self, data: bytes) -> None:
-        if not self._transport.is_closing():
-            self._out.write(data)
+        transport = self._transport
+        if not transport.is_closing():
+            self._out.written += len(data)
+            transport.write(data)
 
     def date_line(self) -> bytes:
         return self._shared.date_line()
@@ -286,7 +287,7 @@ class Connection(asyncio.Protocol):
         reply = self._reply
         if reply is None or reply.request is None or reply.request.version == "1.0":
             return False
-        self._out.write(CONTINUE)
+        self.send_bytes(CONTINUE)
         self._probe = PeerProbe(self._shared.loop, self._transport, self.abort)
         return True
 

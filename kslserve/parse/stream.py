@@ -59,6 +59,8 @@ class OutputParser:
     everything outside of reasoning text. make_id: makes the id of a call, a new one each time.
     recover: False takes only calls that begin as they should. keep_text: `recovered` holds the text
     of calls that did not.
+
+    in_reasoning: what comes next is reasoning, as far as can be told.
     """
 
     __slots__ = (
@@ -74,6 +76,7 @@ class OutputParser:
         "_surroundings",
         "_text",
         "_thinking_unclosed",
+        "in_reasoning",
         "recovered",
     )
 
@@ -101,6 +104,7 @@ class OutputParser:
         self._thinking_unclosed = False
         self._strip_breaks = False
         self._section: Prose | None = None  # None: what comes is text, without a look at it
+        self.in_reasoning = thinking
         if thinking:
             self._section = Reasoning(self._heads)
         elif self._heads is not None:
@@ -118,10 +122,6 @@ class OutputParser:
     def recoveries(self) -> list[str]:
         """The families of the calls that strayed from the format, in order."""
         return [recovery.family for recovery in self.recovered]
-
-    @property
-    def in_reasoning(self) -> bool:
-        return self._call is None and isinstance(self._section, Reasoning)
 
     def feed(self, text: str) -> list[Event]:
         """Events that the next piece of output completes."""
@@ -193,6 +193,7 @@ class OutputParser:
     def _leave(self, end: Exit, text: str, out: list[Event]) -> None:
         """A section is over: a call begins, or reasoning was closed."""
         self._direct = None
+        self.in_reasoning = False
         if end.head is not None:
             assert self._heads is not None
             self._heads.found()

@@ -4,7 +4,6 @@ submit."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from kslserve import log
 from kslserve.core.usage import FinishReason
@@ -37,16 +36,24 @@ class Outbox:
         """Call the sinks in order: admissions, tokens, ends. They may submit and cancel; what that
         ends is told the next time."""
         admitted, spoken, ended = self.admitted, self.spoken, self.ended
+        if not (admitted or spoken or ended):
+            return
         self.admitted, self.spoken, self.ended = [], [], []
         for sequence in admitted:
             if sequence.state is not State.ENDED and not sequence.told:
                 sequence.told = True
-                self._call(sequence, sequence.sink.admitted, sequence.cached_tokens)
+                try:
+                    sequence.sink.admitted(sequence.cached_tokens)
+                except Exception as failure:
+                    self._failed(sequence, failure)
         for sequence, result in spoken:
             mark = sequence.mark
             # Tokens that came after a cancellation are dropped.
             if mark is None or mark[0] is not FinishReason.CANCELLED:
-                self._call(sequence, sequence.sink.tokens, list(result.tokens), result.logprobs)
+                try:
+                    sequence.sink.tokens(result.tokens, result.logprobs)
+                except Exception as failure:
+                    self._failed(sequence, failure)
         for sequence in ended:
             assert sequence.mark is not None
             reason, error = sequence.mark
@@ -56,14 +63,11 @@ class Outbox:
             except Exception as failure:
                 _log.error("sink failed", sequence=sequence.number, error=repr(failure))
 
-    def _call(self, sequence: Sequence, method: Callable[..., None], *arguments: Any) -> None:
-        try:
-            method(*arguments)
-        except Exception as failure:
-            # A fault of one consumer must not stop the others.
-            _log.error("sink failed", sequence=sequence.number, error=repr(failure))
-            error = KslError("The generation could not be delivered.")
-            if sequence.state is State.ENDED:
-                sequence.mark = (FinishReason.CANCELLED, error)
-            else:
-                self._fail(sequence, error)
+    def _failed(self, sequence: Sequence, failure: Exception) -> None:
+        """A fault of one consumer must not stop the others."""
+        _log.error("sink failed", sequence=sequence.number, error=repr(failure))
+        error = KslError("The generation could not be delivered.")
+        if sequence.state is State.ENDED:
+            sequence.mark = (FinishReason.CANCELLED, error)
+        else:
+            self._fail(sequence, error)

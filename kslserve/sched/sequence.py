@@ -87,7 +87,7 @@ class Sink(Protocol):
         """The sequence holds its memory and runs. cached_tokens: prompt positions that were not
         computed for it. Once, also where it is preempted later."""
 
-    def tokens(self, ids: list[int], logprobs: list[list[tuple[int, float]]] | None) -> None:
+    def tokens(self, ids: Items[int], logprobs: list[list[tuple[int, float]]] | None) -> None:
         """Sampled ids of one wave, a stop id included. logprobs: per id [(id, logprob), top...].
         Of a job with `score`, before its first id: no ids, and the log-probabilities of the next
         prompt tokens."""

@@ -98,7 +98,7 @@ class Completion:
         self.admitted_at = time.monotonic()
         self._owner.began(cached_tokens)
 
-    def tokens(self, ids: list[int], logprobs: Scores | None) -> None:
+    def tokens(self, ids: Sequence[int], logprobs: Scores | None) -> None:
         """Sampled ids, a stop id included; or no ids and the scores of prompt positions."""
         if self.ended_at is not None:
             return

@@ -110,9 +110,9 @@ class Generation:
             events += self._parser.feed(self._opening)
         self._on_events(events)
 
-    def tokens(self, ids: list[int], logprobs: Entries | None) -> None:
+    def tokens(self, ids: Sequence[int], logprobs: Entries | None) -> None:
         """Ids sampled by one wave, the stop id included."""
-        if self.done or not ids:
+        if self.ended_at is not None or not ids:
             return
         if self.first_token_at is None:
             self.first_token_at = time.monotonic()
@@ -122,7 +122,8 @@ class Generation:
             self._turn.ids += ids
         last = ids[-1] in self._stop_ids
         if logprobs is None and not self._parser.in_reasoning:
-            events = self._parse(ids[:-1] if last else ids)
+            text = self._detokenizer.feed(ids[:-1] if last else ids)
+            events = self._parser.feed(text) if text else []
         else:
             events = self._parse_singly(ids[:-1] if last else ids, logprobs)
             if last and self._parser.in_reasoning:
@@ -162,10 +163,6 @@ class Generation:
 
     # ------------------------------------------------------------ helpers
 
-    def _parse(self, ids: Sequence[int]) -> list[Event]:
-        text = self._detokenizer.feed(ids)
-        return self._parser.feed(text) if text else []
-
     def _parse_singly(self, ids: Sequence[int], logprobs: Entries | None) -> list[Event]:
         """Token by token: counts reasoning tokens exactly and puts log-probabilities beside their
         text. Only tokens after the reasoning have entries."""
@@ -176,7 +173,8 @@ class Generation:
                 self.usage.reasoning_tokens += 1
             elif logprobs is not None:
                 events.append(LogprobsDelta((self._entry(logprobs[at]),)))
-            events += self._parse((token,))
+            if text := self._detokenizer.feed((token,)):
+                events += self._parser.feed(text)
         return events
 
     def _entry(self, values: list[tuple[int, float]]) -> TokenLogprob:
@@ -235,7 +233,7 @@ class Generation:
 
     def _noting(self, events: list[Event]) -> None:
         if self._turn is not None:
-            self._turn.events += events
+            self._turn.took(events)
         self._client(events)
 
     def _close(self, reason: FinishReason, error: KslError | None) -> None:

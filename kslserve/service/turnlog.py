@@ -26,17 +26,31 @@ _LIMITS = (FinishReason.LENGTH, FinishReason.WINDOW)
 
 
 class TurnLog:
-    """head: int32, the prompt's ids from the turn's `<|im_start|>` on. ids, events: whoever runs a
+    """head: int32, the prompt's ids from the turn's `<|im_start|>` on. ids: whoever runs the
     generation appends to them."""
 
-    __slots__ = ("_head", "_stop_ids", "_tokenizer", "events", "ids")
+    __slots__ = ("_calls", "_head", "_reasoning", "_stop_ids", "_text", "_tokenizer", "ids")
 
     def __init__(self, tokenizer: Tokenizer, head: Ids, stop_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._head = head
         self._stop_ids = frozenset(stop_ids)
         self.ids: list[int] = []
-        self.events: list[Event] = []
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[tuple[ToolCallStart, list[str]]] = []  # with their fragments
+
+    def took(self, events: Sequence[Event]) -> None:
+        """Note what the client gets."""
+        for event in events:
+            if type(event) is TextDelta:
+                self._text.append(event.text)
+            elif type(event) is ReasoningDelta:
+                self._reasoning.append(event.text)
+            elif type(event) is ToolCallStart:
+                self._calls.append((event, []))
+            elif type(event) is ToolCallDelta:
+                self._calls[event.index][1].append(event.json)
 
     def turn(self, reason: FinishReason) -> Turn | None:
         """The turn, if the client got all of it: neither cut by a stop string or a cancellation,
@@ -46,14 +60,13 @@ class TurnLog:
             ids = ids[:-1]
         if not self._tokenizer.special_ids.isdisjoint(ids):
             return None
-        text = "".join(event.text for event in self.events if type(event) is TextDelta)
-        reasoning = "".join(event.text for event in self.events if type(event) is ReasoningDelta)
+        text, reasoning = "".join(self._text), "".join(self._reasoning)
         if reason in _LIMITS:
             if not self._is_all(ids, reasoning + text):
                 return None
         elif reason not in _ENDS:
             return None
-        calls = self._calls()
+        calls = self._whole_calls()
         if calls is None:
             return None
         whole = np.concatenate([self._head, np.array(ids, np.int32)])
@@ -68,16 +81,11 @@ class TurnLog:
         except UnicodeDecodeError:
             return False
 
-    def _calls(self) -> tuple[ToolCall, ...] | None:
-        starts = [event for event in self.events if type(event) is ToolCallStart]
-        fragments: dict[int, list[str]] = {event.index: [] for event in starts}
-        for event in self.events:
-            if type(event) is ToolCallDelta:
-                fragments[event.index].append(event.json)
+    def _whole_calls(self) -> tuple[ToolCall, ...] | None:
         calls = []
-        for start in starts:
+        for start, fragments in self._calls:
             try:
-                arguments = orjson.loads("".join(fragments[start.index]) or "{}")
+                arguments = orjson.loads("".join(fragments) or "{}")
             except orjson.JSONDecodeError:
                 return None
             if not isinstance(arguments, dict):

@@ -16,6 +16,7 @@ class BareTokenizer(Tokenizer):
     def __init__(self, size: int, eos_ids: Iterable[int] = ()) -> None:
         self.bytes_of = [b""] * size
         self.special_ids = frozenset()
+        self.texts = {}
         self.control_tokens = ()
         self.end_of_turn_ids = tuple(eos_ids)
 

@@ -13,22 +13,29 @@ class Detokenizer:
     UTF-8 sequence at the end waits for the next ids; U+FFFD stands only for bytes that cannot be
     part of one."""
 
-    __slots__ = ("_bytes_of", "_held", "_size", "_special")
+    __slots__ = ("_bytes_of", "_held", "_size", "_special", "_texts")
 
     def __init__(self, tokenizer: Tokenizer):
         self._bytes_of = tokenizer.bytes_of
         self._size = len(self._bytes_of)
         self._special = tokenizer.special_ids
+        self._texts = tokenizer.texts
         self._held = b""
 
     def feed(self, ids: Sequence[int]) -> str:
         """Text that the ids complete. Ids outside the vocabulary add nothing."""
+        if len(ids) == 1 and not self._held:
+            text = self._texts.get(ids[0])
+            if text is not None:
+                return text
+            text = self._join(ids)
+            if not self._held and 0 <= ids[0] < self._size:
+                self._texts[ids[0]] = text
+            return text
+        return self._join(ids)
+
+    def _join(self, ids: Sequence[int]) -> str:
         bytes_of, size, special = self._bytes_of, self._size, self._special
-        if len(ids) == 1:
-            token_id = ids[0]
-            if token_id in special or not 0 <= token_id < size:
-                return ""
-            return self.feed_bytes(bytes_of[token_id])
         return self.feed_bytes(
             b"".join([bytes_of[i] for i in ids if 0 <= i < size and i not in special])
         )

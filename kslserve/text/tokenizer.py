@@ -36,7 +36,8 @@ END_OF_TURN = ("<|im_end|>", "<|endoftext|>")
 
 
 class Tokenizer:
-    """Immutable after construction, usable from several threads.
+    """Immutable after construction, usable from several threads. texts: what detokenizers have
+    found out so far, the text of ids that are whole characters by themselves.
 
     tokenizer_json: content of a `tokenizer.json`. eos_ids: end tokens of the model's generation
     config; empty means the usual ones, by text. Raises ModelFileError if the file is damaged or of
@@ -53,6 +54,7 @@ class Tokenizer:
         vocabulary = read_vocabulary(document)
         self.bytes_of: list[bytes] = vocabulary.bytes_of
         self.special_ids: frozenset[int] = vocabulary.special
+        self.texts: dict[int, str] = {}
         self.control_tokens: tuple[str, ...] = tuple(vocabulary.control)
         self._control = vocabulary.control
         self._ids = vocabulary.ids
