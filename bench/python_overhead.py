@@ -1,9 +1,9 @@
 """Host CPU time per streamed token: the whole server path with an engine that costs nothing.
 
-    python -m bench.python_overhead [--streams 1,8,32] [--tokens 64000] [--repeat 3] [--save]
+    python -m bench.python_overhead [--streams 1,8,32] [--tokens 4000] [--repeat 3] [--save]
 
 Starts `python -m kslserve --engine fake`, streams to N clients at once and divides the server
-process's CPU time by the tokens, of all streams together. The baseline of the same run is a server
+process's CPU time by the tokens. The baseline of the same run is a server
 with the same loop that only writes a frame of the same size to every client once per wave; `ratio`
 is server over baseline. Medians of the repeats. What the fake engine takes itself is part of it, in
 place of what packing and reading the native engine's structs takes.
@@ -66,7 +66,8 @@ async def serve_baseline(streams: int, tokens: int) -> None:
     await server.serve_forever()
 
 
-async def client(port: int, body: bytes) -> None:
+async def client(port: int, body: bytes, tokens: int) -> None:
+    """Read one stream; it has to be of so many tokens."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(REQUEST_HEAD % len(body) + body)
     tail = b""
@@ -74,7 +75,9 @@ async def client(port: int, body: bytes) -> None:
         data = await reader.read(1 << 16)
         if not data:
             raise SystemExit(f"the server closed early: {tail[-300:]!r}")
-        tail = tail[-64:] + data
+        tail = tail[-2000:] + data
+    if b'"usage"' in tail and b'"completion_tokens":%d,' % tokens not in tail:
+        raise SystemExit(f"the answer is shorter than {tokens} tokens")
     writer.close()
 
 
@@ -93,7 +96,7 @@ def measure(command: list[str], streams: int, body: bytes, tokens: int) -> float
     process, port = start(command)
 
     async def run() -> None:
-        await asyncio.gather(*(client(port, body) for _ in range(streams)))
+        await asyncio.gather(*(client(port, body, tokens) for _ in range(streams)))
 
     try:
         before = cpu_seconds(process.pid)
@@ -108,7 +111,7 @@ def measure(command: list[str], streams: int, body: bytes, tokens: int) -> float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", default="1,8,32")
-    parser.add_argument("--tokens", type=int, default=64000)
+    parser.add_argument("--tokens", type=int, default=4000)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--baseline", type=int, default=0, help=argparse.SUPPRESS)
@@ -118,11 +121,12 @@ def main() -> None:
             runner.run(serve_baseline(args.baseline, args.tokens))
     report = Report("python_overhead")
     for streams in (int(s) for s in args.streams.split(",")):
-        tokens = args.tokens // streams
+        tokens = args.tokens
         body = json.dumps(
             {
                 "model": "fake",
                 "stream": True,
+                "stream_options": {"include_usage": True},
                 "max_tokens": tokens,
                 "ignore_eos": True,
                 "enable_thinking": False,

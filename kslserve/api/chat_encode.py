@@ -125,7 +125,7 @@ class ChatEncoder:
         if len(events) == 1:
             event = events[0]
             if type(event) is TextDelta:
-                return b"%b%b%b" % (self._content, orjson.dumps(event.text), _NO_FINISH)
+                return self.text(event.text)
             if type(event) is ReasoningDelta:
                 return self._reasoning(event)
         else:
@@ -147,10 +147,14 @@ class ChatEncoder:
             frames.append(self._with_logprobs("", entries))
         return b"".join(frames)
 
+    def text(self, text: str) -> bytes:
+        """`encode` of one TextDelta."""
+        return b"%b%b%b" % (self._content, orjson.dumps(text), _NO_FINISH)
+
     def _frame(self, event: Event) -> bytes:
         match event:
             case TextDelta(text):
-                return self._content + orjson.dumps(text) + _NO_FINISH
+                return self.text(text)
             case ReasoningDelta():
                 return self._reasoning(event)
             case ToolCallDelta(index, json):

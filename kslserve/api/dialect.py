@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import orjson
 
@@ -62,6 +62,13 @@ class Encoder(Protocol):
     def encode(self, events: Sequence[Event]) -> bytes: ...
     def heartbeat(self) -> bytes: ...
     def error(self, error: KslError) -> bytes: ...
+
+
+@runtime_checkable
+class TextEncoder(Encoder, Protocol):
+    """text: `encode` of one TextDelta, without the event."""
+
+    def text(self, text: str) -> bytes: ...
 
 
 class Collector(Protocol):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
+from collections.abc import Callable
+from functools import partial
 
 from kslserve import log
 from kslserve.api.dialect import (
@@ -17,10 +19,11 @@ from kslserve.api.dialect import (
     Encoder,
     Headers,
     Running,
+    TextEncoder,
     as_ksl_error,
 )
 from kslserve.api.merge import merge
-from kslserve.core.events import Event, Failed, Finished, Started
+from kslserve.core.events import Event, Failed, Finished, Started, TextDelta
 from kslserve.core.usage import Usage
 from kslserve.errors import KslError
 from kslserve.http.message import Reply, Request
@@ -101,6 +104,8 @@ class Exchange:
         if parsed.start is None:
             new_call_id = self._dialect.new_call_id
             generation = await service.start(parsed.request, on_events, new_call_id)
+            if isinstance(answer, TextEncoder):
+                generation.on_text = partial(self._deliver_text, answer.text)
         else:
             generation = await parsed.start(service, on_events)
         self._generation = generation
@@ -119,11 +124,28 @@ class Exchange:
             else:
                 self._collect(events)
         except Exception as error:
-            _log.error("encoding failed", id=self._request.request_id, trace=traceback.format_exc())
-            usage = self._generation.usage if self._generation is not None else Usage()
-            self._resolve(Failed(as_ksl_error(error), usage))
-            if self._generation is not None:
-                self._generation.cancel()
+            self._broken(error)
+
+    def _deliver_text(self, encode: Callable[[str], bytes], text: str) -> None:
+        """`_deliver` of one TextDelta. encode: of the encoder."""
+        reply = self._reply
+        if reply.paused or not reply.started:
+            self._deliver([TextDelta(text)])
+            return
+        try:
+            reply.write(encode(text))
+        except Exception as error:
+            self._broken(error)
+        else:
+            assert self._heartbeat is not None
+            self._heartbeat.touch()
+
+    def _broken(self, error: Exception) -> None:
+        _log.error("encoding failed", id=self._request.request_id, trace=traceback.format_exc())
+        usage = self._generation.usage if self._generation is not None else Usage()
+        self._resolve(Failed(as_ksl_error(error), usage))
+        if self._generation is not None:
+            self._generation.cancel()
 
     def _collect(self, events: list[Event]) -> None:
         assert self._collector is not None

@@ -132,11 +132,17 @@ class MessagesEncoder:
         depends on the connection."""
         if len(events) == 1:
             event = events[0]
-            if type(event) is TextDelta and self._block is TextDelta:
-                return self._delta + orjson.dumps(event.text) + b"}}\n\n"
+            if type(event) is TextDelta:
+                return self.text(event.text)
         else:
             events = merge(events)
         return b"".join([self._frames(event) for event in events])
+
+    def text(self, text: str) -> bytes:
+        """`encode` of one TextDelta."""
+        if self._block is TextDelta:
+            return b"%b%b}}\n\n" % (self._delta, orjson.dumps(text))
+        return self._frames(TextDelta(text))
 
     def heartbeat(self) -> bytes:
         return _PING

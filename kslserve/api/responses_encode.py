@@ -102,9 +102,19 @@ class ResponsesEncoder:
         if len(events) == 1:
             event = events[0]
             if type(event) is TextDelta:
-                place = self._response.items.go_on(event.text)
-                if place is not None:
-                    return self._text(place, event.text)
+                return self.text(event.text)
+        return self._frames(events)
+
+    def text(self, text: str) -> bytes:
+        """`encode` of one TextDelta."""
+        place = self._response.items.go_on(text)
+        if place is None:
+            return self._frames([TextDelta(text)])
+        number = self._number
+        self._number = number + 1
+        return _TEXT % (number, place, orjson.dumps(text))
+
+    def _frames(self, events: Sequence[Event]) -> bytes:
         frames: list[bytes] = []
         if isinstance(events[0], Started):
             frames.append(self._head())
@@ -130,11 +140,6 @@ class ResponsesEncoder:
             error={"code": _error_code(error), "message": str(error)},
         )
         return self._state("failed", body)
-
-    def _text(self, place: bytes, text: str) -> bytes:
-        number = self._number
-        self._number = number + 1
-        return _TEXT % (number, place, orjson.dumps(text))
 
     def _head(self) -> bytes:
         # It may have gone out earlier, as the first sign of life of a queued request.

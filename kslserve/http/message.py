@@ -97,19 +97,22 @@ class Outlet(Protocol):
 class Reply:
     """The response to one request. Every method is called on the loop thread.
 
-    started: the head was sent. closed: nothing more can be written, because the response is
-    complete, was aborted, or the client left. lost: the client left before it was complete. status:
-    the status that was sent. request: None when the head was refused before there was one.
+    started: the head was sent. paused: the reader is behind, and what is written now is kept and
+    merged until it catches up; set by the connection. closed: nothing more can be written, because
+    the response is complete, was aborted, or the client left. lost: the client left before it was
+    complete. status: the status that was sent. request: None when the head was refused before there
+    was one.
     """
 
     __slots__ = (
         "_chunked", "_close_callbacks", "_drain_callbacks", "_outlet", "_pending", "closed",
-        "head_only", "keep_alive", "lost", "request", "request_id", "started", "status",
-        "streaming",
+        "head_only", "keep_alive", "lost", "paused", "request", "request_id", "started",
+        "status", "streaming",
     )  # fmt: skip
 
     def __init__(self, outlet: Outlet, request: Request | None, request_id: str) -> None:
         self._outlet = outlet
+        self.paused = outlet.paused
         self.request = request
         self.request_id = request_id
         self.head_only = request is not None and request.method == "HEAD"
@@ -123,11 +126,6 @@ class Reply:
         self._pending = bytearray()
         self._close_callbacks: list[Callable[[], None]] = []
         self._drain_callbacks: list[Callable[[], None]] = []
-
-    @property
-    def paused(self) -> bool:
-        """The reader is behind: what is written now is kept and merged until it catches up."""
-        return self._outlet.paused
 
     def send(
         self,
@@ -187,10 +185,12 @@ class Reply:
             raise RuntimeError("no stream was started")
         if self.head_only:
             return
-        if self._outlet.paused:
+        if self.paused:
             self._pending += data
+        elif self._chunked:
+            self._outlet.send_bytes(b"%x\r\n%b\r\n" % (len(data), data))
         else:
-            self._outlet.send_bytes(self._framed(data))
+            self._outlet.send_bytes(data)
 
     def finish(self, last: bytes = b"") -> None:
         """End the stream, after a last part."""
@@ -242,12 +242,13 @@ class Reply:
         return callbacks
 
     def drained(self) -> list[Callable[[], None]]:
-        """Send what was kept; returns what is to be called when the reader has caught up."""
+        """Send what was kept, `paused` being False again; returns what is to be called when the
+        reader has caught up."""
         if self._pending:
             data = bytes(self._pending)
             self._pending.clear()
             self._outlet.send_bytes(self._framed(data))
-        return [] if self._outlet.paused else list(self._drain_callbacks)
+        return [] if self.paused else list(self._drain_callbacks)
 
     def _framed(self, data: bytes) -> bytes:
         return b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data

@@ -103,11 +103,11 @@ class Connection(asyncio.Protocol):
         return True
 
     def pause_writing(self) -> None:
-        self.paused = True
+        self._pause(True)
         self._out.watch()
 
     def resume_writing(self) -> None:
-        self.paused = False
+        self._pause(False)
         self._out.relax()
         if self._ending:
             self._out.watch()
@@ -115,6 +115,11 @@ class Connection(asyncio.Protocol):
             self._shared.call(self._reply.drained())
         else:
             self._pump()
+
+    def _pause(self, paused: bool) -> None:
+        self.paused = paused
+        if self._reply is not None:
+            self._reply.paused = paused
 
     # Receiving.
 

@@ -143,6 +143,18 @@ class OutputParser:
         self._run(out, _MORE)
         return out
 
+    def take_text(self, text: str) -> bool:
+        """The common case of `feed`, without an event: True if the piece is visible text and
+        nothing else; False, and it was not taken, where it takes more to tell."""
+        if self._direct is None or self._text or self.in_reasoning:
+            return False
+        if self._section is None:
+            return True
+        if "<" in text or "\n" in text:
+            return False
+        self._surroundings.took(text)
+        return True
+
     def finish(self, reason: FinishReason) -> list[Event]:
         """Events of what was held, at the end of output.
 

@@ -38,7 +38,8 @@ class Generation:
     """Times are of time.monotonic(); None until they happened. `error` is set when it failed.
 
     usage is complete once `ended_at` is set. After the terminal event (Finished or Failed)
-    on_events is not called again.
+    on_events is not called again. on_text: may be set to be called, in place of on_events, with a
+    piece of visible text: nearly every token is one.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Generation:
         self.ended_at: float | None = None
         self.reason: FinishReason | None = None
         self.error: KslError | None = None
+        self.on_text: Callable[[str], None] | None = None
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer)
         self._parser = parser
@@ -80,6 +82,7 @@ class Generation:
         self._on_events = on_events if self._turn is None else self._noting
         self._on_ended = on_ended
         self._max_new_tokens = max_new_tokens
+        self._plain = self._stops is None and not one_call
         self._stop_ids = frozenset(stop_ids)
         self._one_call = one_call
         self._opening = opening
@@ -123,6 +126,8 @@ class Generation:
         last = ids[-1] in self._stop_ids
         if logprobs is None and not self._parser.in_reasoning:
             text = self._detokenizer.feed(ids[:-1] if last else ids)
+            if not last and usage.completion_tokens < self._max_new_tokens and self._say(text):
+                return
             events = self._parser.feed(text) if text else []
         else:
             events = self._parse_singly(ids[:-1] if last else ids, logprobs)
@@ -162,6 +167,16 @@ class Generation:
         self._finish(events + tail, self._final_reason(reason, stop_string), stop_string)
 
     # ------------------------------------------------------------ helpers
+
+    def _say(self, text: str) -> bool:
+        """Pass on a piece without making an event of it, if that can be."""
+        on_text = self.on_text
+        if on_text is None or not (self._plain and text and self._parser.take_text(text)):
+            return False
+        if self._turn is not None:
+            self._turn.text.append(text)
+        on_text(text)
+        return True
 
     def _parse_singly(self, ids: Sequence[int], logprobs: Entries | None) -> list[Event]:
         """Token by token: counts reasoning tokens exactly and puts log-probabilities beside their

@@ -26,17 +26,17 @@ _LIMITS = (FinishReason.LENGTH, FinishReason.WINDOW)
 
 
 class TurnLog:
-    """head: int32, the prompt's ids from the turn's `<|im_start|>` on. ids: whoever runs the
-    generation appends to them."""
+    """head: int32, the prompt's ids from the turn's `<|im_start|>` on. ids; text: pieces of visible
+    text. Whoever runs the generation appends to both."""
 
-    __slots__ = ("_calls", "_head", "_reasoning", "_stop_ids", "_text", "_tokenizer", "ids")
+    __slots__ = ("_calls", "_head", "_reasoning", "_stop_ids", "_tokenizer", "ids", "text")
 
     def __init__(self, tokenizer: Tokenizer, head: Ids, stop_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._head = head
         self._stop_ids = frozenset(stop_ids)
         self.ids: list[int] = []
-        self._text: list[str] = []
+        self.text: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[tuple[ToolCallStart, list[str]]] = []  # with their fragments
 
@@ -44,7 +44,7 @@ class TurnLog:
         """Note what the client gets."""
         for event in events:
             if type(event) is TextDelta:
-                self._text.append(event.text)
+                self.text.append(event.text)
             elif type(event) is ReasoningDelta:
                 self._reasoning.append(event.text)
             elif type(event) is ToolCallStart:
@@ -60,7 +60,7 @@ class TurnLog:
             ids = ids[:-1]
         if not self._tokenizer.special_ids.isdisjoint(ids):
             return None
-        text, reasoning = "".join(self._text), "".join(self._reasoning)
+        text, reasoning = "".join(self.text), "".join(self._reasoning)
         if reason in _LIMITS:
             if not self._is_all(ids, reasoning + text):
                 return None
