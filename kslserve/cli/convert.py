@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--format",
         choices=("container", "ksl1"),
         default="container",
-        help="container: the whole model, any encoding; ksl1: FP6 weights alone (default: "
-        "container)",
+        help="container: the whole model, any encoding; ksl1: FP6 weights alone, ties of codes "
+        "to the smaller magnitude (default: container)",
     )
     parser.add_argument(
         "--weights",

@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 
 from kslserve.cli import run
+from kslserve.engine.codecs import encoding_sizes
 from kslserve.ksl.convert import convert
+from kslserve.ksl.open import open_model
 from tests.unit.ksl import ksl1_reference as one
 from tests.unit.ksl import ksl_build
 from tests.unit.ksl.test_ksl1_read import matrices
 from tests.unit.ksl.test_ksl1_write import source_folder
+from tests.unit.ksl.test_ksl_convert_cli import Terminal
 
 MODEL = one.Model()
 VALUES = MODEL.values()
@@ -242,3 +245,43 @@ def test_the_plan_of_a_cut_file(
     path = put(tmp_path, container[:-64])
     status, found = inspect(capsys, path, "--plan", "--vram", "1GiB")
     assert (status, found["plan"]["fits"]) == (1, True)
+
+
+@pytest.mark.parametrize("kind", ["ksl1", "container", "folder", "ksl-nano"])
+def test_any_model_has_a_plan(
+    tmp_path: Path,
+    production: bytes,
+    container: bytes,
+    kind: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With weights as the engine will hold them, and a largest context that is exactly that."""
+    path = kind
+    if kind == "folder":
+        path = str(source_folder(tmp_path / "m", MODEL, VALUES))
+    elif kind != "ksl-nano":
+        path = put(tmp_path, production if kind == "ksl1" else container)
+    with open_model(path) as model:
+        weights = sum(sum(encoding_sizes(t.encoding, t.rows, t.cols)) for t in model.tensors)
+    words = [path, "--plan", "--kv", "bf16", "--max-seqs", "3", "--checkpoints", "0"]
+    status, found = inspect(capsys, *words, "--vram", "256MiB", "--context", "100")
+    assert status == 0
+    plan = found["plan"]
+    assert plan["weights"] == weights
+    assert plan["fits"] is True
+    assert plan["headroom"] == (256 << 20) - plan["total"] > 0
+    largest = plan["largest_context"]
+    for more, fits in ((0, True), (1, False)):
+        _, found = inspect(capsys, *words, "--vram", "256MiB", "--context", str(largest + more))
+        assert found["plan"]["fits"] is fits
+
+
+def test_digests_have_a_bar_on_a_terminal(
+    tmp_path: Path, production: bytes, container: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for data in (production, container):
+        screen = Terminal()
+        monkeypatch.setattr("sys.stderr", screen)
+        assert run(["inspect", put(tmp_path, data), "--verify"]) == 0
+        assert "100 %" in screen.getvalue()
+        assert screen.getvalue().endswith("\r")  # the line is taken away

@@ -132,13 +132,16 @@ def test_a_new_name_that_appears_meanwhile(old: Path, monkeypatch: pytest.Monkey
 # Runs a migration whose system calls are counted, and dies before or after one of them.
 KILLED = """
 import os, sys
-old, new, call, when = sys.argv[1:5]
-real = getattr(os, call)
+old, new, call, number, when = sys.argv[1:6]
+real, left = getattr(os, call), int(number)
 def deadly(*args, **kwargs):
-    if when == "before":
+    global left
+    left -= 1
+    if left == 0 and when == "before":
         os.kill(os.getpid(), 9)
     result = real(*args, **kwargs)
-    os.kill(os.getpid(), 9)
+    if left == 0:
+        os.kill(os.getpid(), 9)
     return result
 from kslserve.ksl import migrate
 setattr(os, call, deadly)
@@ -147,11 +150,19 @@ migrate.migrate(old, new)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("call", ["open", "pread", "pwrite", "fsync", "link", "unlink"])
-def test_killed_at_each_step(old: Path, call: str, when: str) -> None:
+@pytest.mark.parametrize(
+    ("call", "number"),
+    [
+        ("open", 1), ("pread", 1), ("pwrite", 1), ("fsync", 1), ("link", 1),
+        ("fsync", 2),  # of the folder of the new name
+        ("unlink", 1),
+        ("fsync", 3),  # of that of the old one
+    ],
+)  # fmt: skip
+def test_killed_at_each_step(old: Path, call: str, number: int, when: str) -> None:
     new = old.with_suffix(".ksl")
     done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(old), str(new), call, when], check=False
+        [sys.executable, "-c", KILLED, str(old), str(new), call, str(number), when], check=False
     )
     assert done.returncode == -signal.SIGKILL
     found = {path.name: path.read_bytes() for path in old.parent.iterdir()}
