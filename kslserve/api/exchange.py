@@ -28,13 +28,26 @@ from kslserve.core.usage import Usage
 from kslserve.errors import KslError
 from kslserve.http.message import Reply, Request
 from kslserve.http.sse import Heartbeat
-from kslserve.metrics import Labelled
+from kslserve.metrics import Metrics
 from kslserve.service.service import Service
 from kslserve.service.state import ServerState
 
 _log = log.get("request")
 _TERMINAL = (Finished, Failed)
 _PENDING_MAX = 256  # events of a paused reader, before they are joined
+
+
+class Counts:
+    """What all exchanges count: answers by HTTP status, and requests by what became of them. Of
+    those submitted, the ones that were neither completed, cancelled, failed nor rejected run."""
+
+    __slots__ = ("requests", "responses")
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.responses = metrics.labelled("responses_total", "answers by HTTP status", "status")
+        self.requests = metrics.labelled("requests_total", "requests by their state", "state")
+        for state in ("submitted", "completed", "cancelled", "failed", "rejected"):
+            self.requests[state].value = 0
 
 
 class Exchange:
@@ -46,13 +59,14 @@ class Exchange:
         request: Request,
         reply: Reply,
         heartbeat_s: float,
-        statuses: Labelled,
+        counts: Counts,
     ) -> None:
         self._dialect = dialect
         self._request = request
         self._reply = reply
         self._heartbeat_s = heartbeat_s
-        self._statuses = statuses
+        self._counts = counts
+        self._state = "completed"
         self._begun = time.monotonic()
         self._status = 200
         self._end = ""
@@ -66,6 +80,7 @@ class Exchange:
     async def run(self, state: ServerState) -> None:
         """Answer the request. Never raises a KslError."""
         reply = self._reply
+        self._counts.requests["submitted"].inc()
         self._terminal = asyncio.get_running_loop().create_future()
         reply.on_close(self._client_left)
         try:
@@ -215,6 +230,7 @@ class Exchange:
 
     def _client_left(self) -> None:
         self._end = "client_left"
+        self._state = "cancelled"
         if self._pending:
             self._drained()
         if self._generation is not None:
@@ -225,6 +241,8 @@ class Exchange:
         response = self._dialect.error_response(error, self._request.request_id)
         self._status = response.status
         self._end = self._end or error.code
+        if self._state != "cancelled":
+            self._state = "rejected" if self._generation is None else "failed"
         reply = self._reply
         if reply.closed:
             return
@@ -240,7 +258,8 @@ class Exchange:
         return self._dialect.headers(self._request.request_id)
 
     def _report(self) -> None:
-        self._statuses[str(self._status)].inc()
+        self._counts.responses[str(self._status)].inc()
+        self._counts.requests[self._state].inc()
         fields: dict[str, object] = {}
         generation = self._generation
         if generation is not None:

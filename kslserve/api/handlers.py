@@ -6,7 +6,7 @@ from functools import partial
 
 from kslserve.api import chat, completions, models, responses
 from kslserve.api.dialect import Dialect, openai_error
-from kslserve.api.exchange import Exchange
+from kslserve.api.exchange import Counts, Exchange
 from kslserve.api.messages import Messages
 from kslserve.api.messages_parse import DefaultThinking
 from kslserve.api.ops import Ops
@@ -36,11 +36,11 @@ def register(
         "/v1/messages": messages.dialect,
     }
     ops = Ops(state, metrics, version)
-    statuses = metrics.labelled("requests_total", "finished requests by HTTP status", "status")
+    counts = Counts(metrics)
 
     def generating(dialect: Dialect) -> Handler:
         async def handler(request: Request, reply: Reply) -> None:
-            await Exchange(dialect, request, reply, heartbeat_s, statuses).run(state)
+            await Exchange(dialect, request, reply, heartbeat_s, counts).run(state)
 
         return handler
 

@@ -15,7 +15,7 @@ import orjson
 from kslserve.api import dialect
 from kslserve.http.message import Reply, Request
 from kslserve.metrics import Metrics
-from kslserve.service.state import ServerState
+from kslserve.service.state import Phase, ServerState
 
 _TEXT = "text/plain; charset=utf-8"
 
@@ -28,6 +28,11 @@ class Ops:
         self._metrics = metrics
         self._version = version
         self._started = time.monotonic()
+        self._up = metrics.gauge("engine_up", "1 while requests are served")
+        self._busy = metrics.gauge("engine_busy", "1 while a wave is in flight")
+        self._phase = metrics.labelled("engine_phase", "1 for the server's phase", "phase", "gauge")
+        start = metrics.gauge("process_start_time_seconds", "when it started, since the epoch")
+        start.set(round(time.time(), 3))
 
     async def livez(self, request: Request, reply: Reply) -> None:
         reply.send(200, b"ok\n", _TEXT)
@@ -43,8 +48,13 @@ class Ops:
         reply.send(200, orjson.dumps(self._health(), option=orjson.OPT_APPEND_NEWLINE))
 
     async def metrics(self, request: Request, reply: Reply) -> None:
-        if self._state.service is not None:
-            self._state.service.scheduler.snapshot()  # brings its gauges up to date
+        state = self._state
+        self._up.set(state.ready)
+        for phase in Phase:
+            self._phase[phase.value].value = phase is state.phase
+        if state.service is not None:
+            # Brings its gauges up to date.
+            self._busy.set(state.service.scheduler.snapshot().in_flight)
         reply.send(200, self._metrics.render().encode(), "text/plain; version=0.0.4; charset=utf-8")
 
     async def root(self, request: Request, reply: Reply) -> None:

@@ -19,11 +19,13 @@ class FinishReason(enum.Enum):
 
 @dataclass(slots=True)
 class Usage:
-    """Counts of one request. prompt_tokens includes cached_tokens; completion_tokens includes
-    reasoning_tokens and end tokens."""
+    """Counts of one request. prompt_tokens includes cached_tokens, which came from a checkpoint,
+    and cache_write_tokens, which were computed and can be had from one from now on (known at the
+    end); completion_tokens includes reasoning_tokens and end tokens."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    cache_write_tokens: int = 0
     completion_tokens: int = 0
     reasoning_tokens: int = 0
 

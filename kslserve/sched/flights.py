@@ -142,10 +142,11 @@ class Flights:
             return
         if len(newcomers) > 1:
             self._careful = True
+            self._metrics.events["admission_recovery"].inc()
             return
         blamed = list(newcomers or self._outgoing.sequences)
         self.last_error = error.message
-        self._metrics.events["refused_wave"].inc()
+        self._metrics.events["admission_failure" if newcomers else "refused_wave"].inc()
         _log.error("wave refused", error=error.message, sequences=len(blamed))
         for sequence in blamed:
             self._roster.cancel(sequence, error)

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from kslserve.metrics import Metrics
 from kslserve.sched.cache.saves import CachePolicy
 
-WAVE_MS_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 30000)
+WAVE_SECONDS = (
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30,
+)  # fmt: skip
+# What can go not as planned. An admission recovers where the engine refuses a wave with several
+# newcomers and takes them one at a time; it fails where it refuses a wave with one.
+EVENTS = (
+    "queue_timeout", "request_timeout", "admission_recovery", "admission_failure",
+    "native_failure", "refused_wave", "preemption", "mask_late",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +62,14 @@ class CacheSnapshot:
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """Counts for health and metrics. blocks_free: those that can be promised to new sequences;
-    blocks_cached of them hold checkpoints. slabs_free: held by nobody. wave_age_s: how long the
+    blocks_cached of them hold checkpoints. slabs_free: held by nobody. prefilling: of the running
+    ones, those whose prompt is not computed. wave_age_s: how long the
     wave in flight has been so, or how long ago the last one ended; None before the first.
     last_error: what the engine said last. fatal: why nothing can run any more, or None."""
 
     queued: int
     running: int
+    prefilling: int
     slots_free: int
     slots_total: int
     slabs_free: int
@@ -82,28 +92,32 @@ class SchedMetrics:
     """The registry's objects, looked up once."""
 
     __slots__ = (
-        "blocks", "cache", "ends", "events", "gap_ms", "output_tokens", "prompt_tokens", "queued",
-        "running", "saved", "slabs", "tiers", "wave_ms", "waves",
+        "blocks", "cache", "ends", "events", "gap", "output_tokens", "prompt_tokens", "requests",
+        "saved", "slabs", "tier_bytes", "tiers", "wave", "waves",
     )  # fmt: skip
 
     def __init__(self, metrics: Metrics) -> None:
         self.waves = metrics.counter("waves_total", "Waves completed")
-        self.wave_ms = metrics.histogram("wave_ms", "Wave time in milliseconds", WAVE_MS_BUCKETS)
-        self.gap_ms = metrics.histogram(
-            "inter_token_ms", "Time between tokens of a sequence in milliseconds", WAVE_MS_BUCKETS
+        self.wave = metrics.histogram("wave_seconds", "Time of a wave in the engine", WAVE_SECONDS)
+        self.gap = metrics.histogram(
+            "inter_token_seconds", "Time between tokens of a sequence", WAVE_SECONDS
         )
         tokens = metrics.labelled(
             "tokens_total", "Prompt positions computed and tokens sampled", "kind"
         )
         self.prompt_tokens, self.output_tokens = tokens["prompt"], tokens["generated"]
-        self.running = metrics.gauge("requests_running", "Sequences that hold memory")
-        self.queued = metrics.gauge("queue_depth", "Sequences that wait for memory")
+        self.requests = metrics.labelled("requests", "Sequences by state", "state", "gauge")
         self.ends = metrics.labelled("sequences_ended_total", "Sequences by end", "reason")
         self.events = metrics.labelled("scheduler_events_total", "What went not as planned", "kind")
+        for kind in EVENTS:
+            self.events[kind].value = 0
         self.blocks = metrics.labelled("kv_blocks", "KV blocks by state", "state", "gauge")
         self.slabs = metrics.labelled("slabs", "Slabs by state", "state", "gauge")
         self.tiers = metrics.labelled(
             "prefix_cache_checkpoints", "Checkpoints by tier", "tier", "gauge"
+        )
+        self.tier_bytes = metrics.labelled(
+            "prefix_cache_bytes", "Bytes of checkpoints below the device", "tier", "gauge"
         )
         self.cache = metrics.labelled(
             "prefix_cache_events_total", "Admissions from checkpoints, and what was done to them",
@@ -115,7 +129,9 @@ class SchedMetrics:
 
     def publish(self, now: Snapshot) -> None:
         """Bring gauges, and counters that are kept elsewhere, to the state of a snapshot."""
-        self.running.value, self.queued.value = now.running, now.queued
+        self.requests["queued"].value = now.queued
+        self.requests["prefilling"].value = now.prefilling
+        self.requests["decoding"].value = now.running - now.prefilling
         self.blocks["free"].value = now.blocks_free
         self.blocks["cached"].value = now.blocks_cached
         self.blocks["total"].value = now.blocks_total
@@ -124,6 +140,8 @@ class SchedMetrics:
         self.tiers["device"].value = cache.device
         self.tiers["host"].value = cache.host
         self.tiers["disk"].value = cache.disk
+        self.tier_bytes["host"].value = cache.host_bytes
+        self.tier_bytes["disk"].value = cache.disk_bytes
         self.cache["hit"].value, self.cache["miss"].value = cache.hits, cache.misses
         self.cache["build"].value, self.cache["evict"].value = cache.builds, cache.evictions
         self.cache["read"].value, self.cache["write"].value = cache.reads, cache.writes

@@ -111,11 +111,11 @@ class Results:
         if not self._outgoing.moves:
             self._cost.observe(self._outgoing.columns, self._outgoing.prompt, ms)
         metrics = self._metrics
-        metrics.wave_ms.observe(ms)
+        metrics.wave.observe(ms / 1e3)
         metrics.waves.inc()
         metrics.prompt_tokens.inc(prompt)
         metrics.output_tokens.inc(sampled)
         if decoding:
             # Each of them had its last token in the wave before.
-            metrics.gap_ms.observe((done.ended_ns - self._ended_ns) / 1e6, decoding)
+            metrics.gap.observe((done.ended_ns - self._ended_ns) / 1e9, decoding)
         self._ended_ns = done.ended_ns

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kslserve.core.usage import FinishReason
-from kslserve.errors import BadLogits, KslError
+from kslserve.errors import BadLogits, KslError, RequestExpired
 from kslserve.sched.cache.manager import PrefixCache
 from kslserve.sched.deadlines import Deadlines
 from kslserve.sched.entrance import Entrance
@@ -47,7 +47,6 @@ class Roster:
         self._metrics = metrics
         self._clock = clock
         self._wake = wake
-        self._gauge()
 
     @property
     def live(self) -> list[Sequence]:
@@ -58,7 +57,6 @@ class Roster:
         self.queue[sequence.number] = sequence
         self._deadlines.watch((sequence,), sequence.arrived)
         self.due = True
-        self._gauge()
         self._wake()
 
     def admit(self) -> None:
@@ -80,7 +78,6 @@ class Roster:
             self.running.append(sequence)
             self.guided += sequence.job.guide is not None
             self._outgoing.steady = False
-        self._gauge()
 
     def _preempt(self, sequence: Sequence) -> None:
         """Checkpoint, release, queue again at its old place."""
@@ -123,7 +120,6 @@ class Roster:
         self.outbox.ended.append(sequence)
         self._outgoing.steady = False
         self.due = True
-        self._gauge()
 
     def abandon(self, error: KslError) -> None:
         """End everything without waiting for the wave in flight, which will never be heard of."""
@@ -142,6 +138,8 @@ class Roster:
         for sequence in self.live:
             error = self._deadlines.error(sequence, now)
             if error is not None:
+                expired = isinstance(error, RequestExpired)
+                self._metrics.events["request_timeout" if expired else "queue_timeout"].inc()
                 self.cancel(sequence, error)
         self._deadlines.watch((s for s in self.live if s.mark is None), now)
 
@@ -155,10 +153,6 @@ class Roster:
             assert s.state is State.QUEUED, s.describe()
             assert s.slot == s.slab == -1, s.describe()
             assert not s.blocks, s.describe()
-
-    def _gauge(self) -> None:
-        self._metrics.running.value = len(self.running)
-        self._metrics.queued.value = len(self.queue)
 
 
 def _is_good(sequence: Sequence) -> bool:

@@ -200,6 +200,7 @@ class Scheduler:
         snapshot = Snapshot(
             queued=len(self._roster.queue),
             running=len(self._roster.running),
+            prefilling=sum(1 for s in self._roster.running if s.prompt_left),
             slots_free=memory.slots.free,
             slots_total=memory.slots.count,
             slabs_free=memory.slabs.free,
@@ -282,6 +283,7 @@ class Scheduler:
     def _die(self, text: str) -> None:
         """The engine is lost: end everything, refuse everything."""
         self._fatal = self._flights.last_error = text
+        self._metrics.events["native_failure"].inc()
         _log.error("engine failed", error=text)
         self._abandon(EnginePoisoned(text))
         if self._on_fatal is not None:

@@ -116,8 +116,9 @@ class Sequence:
     first `tabled`. room: positions that the blocks hold. adopted: the checkpoint that it starts
     from, until a wave has copied it; load: or how it is copied from host memory, wave by wave,
     before its first row. cached_tokens: prompt positions that came from a checkpoint. saves:
-    positions of its prompt that get one. path: its prompt in the index of prefixes. scored: prompt
-    positions whose scores were told. masked: version of its guide's mask that the engine has.
+    positions of its prompt that get one. kept: end of the last new checkpoint of its state. path:
+    its prompt in the index of prefixes. scored: prompt positions whose scores were told. masked:
+    version of its guide's mask that the engine has.
     """
 
     __slots__ = (
@@ -132,6 +133,7 @@ class Sequence:
         "ids",
         "in_flight",
         "job",
+        "kept",
         "last_wave",
         "limit",
         "limit_reason",
@@ -188,6 +190,7 @@ class Sequence:
         self.adopted: Checkpoint | None = None
         self.load: Transfer | None = None
         self.saves: list[SavePoint] = []
+        self.kept = 0
         self.scored = 0
         self.masked = 0
         self.path: Node | None = None
@@ -198,6 +201,11 @@ class Sequence:
     @property
     def output_tokens(self) -> int:
         return len(self.output)
+
+    @property
+    def written_tokens(self) -> int:
+        """Tokens of its prompt that came from no checkpoint and can be had from one now."""
+        return max(min(self.kept, self.prompt_tokens) - self.cached_tokens, 0)
 
     @property
     def known(self) -> int:

@@ -39,7 +39,8 @@ class Generation:
 
     usage is complete once `ended_at` is set. After the terminal event (Finished or Failed)
     on_events is not called again. on_text: may be set to be called, in place of on_events, with a
-    piece of visible text: nearly every token is one.
+    piece of visible text: nearly every token is one. written: may be set to tell how many tokens of
+    the prompt went into the prefix cache.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Generation:
         self.reason: FinishReason | None = None
         self.error: KslError | None = None
         self.on_text: Callable[[str], None] | None = None
+        self.written: Callable[[], int] | None = None
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer)
         self._parser = parser
@@ -253,6 +255,8 @@ class Generation:
 
     def _close(self, reason: FinishReason, error: KslError | None) -> None:
         self.ended_at = time.monotonic()
+        if self.written is not None:
+            self.usage.cache_write_tokens = self.written()
         self.reason = reason
         self.error = error
         if self._on_ended is not None:

@@ -20,7 +20,7 @@ from kslserve.engine.types import Ids
 from kslserve.errors import InvalidRequest, KslError
 from kslserve.metrics import Metrics
 from kslserve.parse.stream import OutputParser
-from kslserve.sched.scheduler import Job, Scheduler, Sink
+from kslserve.sched.scheduler import Job, Scheduler, Sequence, Sink
 from kslserve.service.constrain import Constraint, call_on
 from kslserve.service.generation import Generation, OnEvents
 from kslserve.service.guides import Guides
@@ -45,9 +45,11 @@ class _Counts:
             "generations_ended_total", "generations by their end", "reason"
         )
         self.live = metrics.gauge("generations_live", "generations submitted and not ended")
-        self.queue = metrics.histogram("queue_seconds", "wait for admission", _SECONDS)
-        self.first = metrics.histogram("first_token_seconds", "submit to first token", _SECONDS)
-        self.total = metrics.histogram("generation_seconds", "submit to end", _SECONDS)
+        self.queue = metrics.histogram("queue_duration_seconds", "wait for admission", _SECONDS)
+        self.first = metrics.histogram(
+            "time_to_first_token_seconds", "submit to first token", _SECONDS
+        )
+        self.total = metrics.histogram("request_duration_seconds", "submit to end", _SECONDS)
 
 
 def new_seed(seed: int | None) -> int:
@@ -182,13 +184,14 @@ class Service:
             turn_head=prepared.turn_head,
             on_turn=lambda turn: self.preparer.echo.record(turn, prepared.context),
         )
-        self.submit(job, generation)
+        sequence = self.submit(job, generation)
+        generation.written = lambda: sequence.written_tokens
         if guide is not None:
             loop = asyncio.get_running_loop()
             guide.when_failed(lambda error: call_on(loop, generation.cancel, error))
         return generation
 
-    def submit(self, job: Job, generation: Tracked) -> None:
+    def submit(self, job: Job, generation: Tracked) -> Sequence:
         """Queue a job whose sink is `generation`, and count it until `ended` hears of it. Raises
         what Scheduler.submit raises."""
         sequence = self.scheduler.submit(job, generation)
@@ -196,6 +199,7 @@ class Service:
         self._live.add(generation)
         self._counts.started.inc()
         self._counts.live.set(len(self._live))
+        return sequence
 
     def _forced(self, request: Request) -> Ids | None:
         """Ids that the engine must sample, with the end of the turn behind them."""

@@ -35,6 +35,7 @@ MUTE = {"match": "mute", "chunks": ["late"], "end": "stop", "thinking": False, "
 BIG = {"match": "big", "chunks": ["x" * 20_000] * 300, "end": "stop", "thinking": False}
 QUICK = {"chunks": ["all ", "done"], "end": "stop", "thinking": False}
 LIMIT_S = 20.0
+DECODING = 'requests{state="decoding"}'
 Ask = Callable[..., "Client"]
 
 
@@ -133,11 +134,11 @@ def test_a_client_that_leaves_frees_everything(ask: Ask, server: Server, stream:
     if stream:
         assert client.frame()["choices"][0]["delta"]["role"] == "assistant"
         assert client.frame()["choices"][0]["delta"]["content"] == "tick "
-    until(lambda: server.metric("requests_running") == 1)
+    until(lambda: server.metric(DECODING) == 1)
     ends = 'generations_ended_total{reason="cancelled"}'
     before = ended(server, ends)
     client.close()
-    until(lambda: server.metric("requests_running") == 0)
+    until(lambda: server.metric(DECODING) == 0)
     until(lambda: is_idle(server))
     assert ended(server, ends) == before + 1
     assert server.metric("generations_live") == 0
@@ -258,7 +259,7 @@ def test_a_failed_engine(ask: Ask, tmp_path: Path) -> None:
         assert isinstance(engine, FakeEngine)
         stream, whole = ask(server, "slow"), ask(server, "slow", stream=False)
         stream.frame()
-        until(lambda: server.metric("requests_running") == 2)
+        until(lambda: server.metric(DECODING) == 2)
 
         def poison() -> None:
             engine.faults.fatal.update(range(1, 100_000))

@@ -95,6 +95,7 @@ class Cuts:
             if len(blocks) < self._memory.blocks.blocks_for(cut.node.end):
                 self._drop([cut], self._last_wave())  # it ended without a row in this wave
             elif self._device.keep(cut.node, cut.kind, cut.slab, blocks):
+                cut.sequence.kept = max(cut.sequence.kept, cut.node.end)
                 new = True
         return new
 

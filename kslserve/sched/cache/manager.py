@@ -130,6 +130,7 @@ class PrefixCache:
         node = self.index.insert(sequence.computed_ids())
         self.index.hold(node)
         if self.device.keep(node, Kind.GENERATION, sequence.slab, sequence.blocks):
+            sequence.kept = sequence.computed
             self._grew()
         sequence.slab = -1
 

@@ -179,7 +179,8 @@ def test_queue_bound() -> None:
     world.run(until=0.01)
     with pytest.raises(QueueFull):
         world.submit(job(5, 5))
-    assert world.metrics.gauge("queue_depth", "").value == 2
+    assert world.scheduler.snapshot().queued == 2
+    assert world.metrics.labelled("requests", "", "")["queued"].value == 2
     world.run()
     world.check_all_free()
 
@@ -480,8 +481,9 @@ def test_metrics_and_snapshot() -> None:
     world.submit(job(20, 3, seed=1))
     world.submit(job(30, 4, seed=2))
     world.run(until=0.001)
-    assert world.metrics.gauge("requests_running", "").value == 2
     snapshot = world.scheduler.snapshot()
+    requests = world.metrics.labelled("requests", "", "")
+    assert (snapshot.running, requests["prefilling"].value, requests["decoding"].value) == (2, 2, 0)
     blocks = world.metrics.labelled("kv_blocks", "", "")
     assert blocks["free"].value == snapshot.blocks_free == 40 - 2 - 3
     assert blocks["total"].value == 40
@@ -489,12 +491,12 @@ def test_metrics_and_snapshot() -> None:
     assert (snapshot.waves, snapshot.in_flight, snapshot.wave_age_s) == (0, True, 0.001)
     world.run()
     snapshot = world.scheduler.snapshot()
-    gaps = world.metrics.histogram("inter_token_ms", "", ())
+    gaps = world.metrics.histogram("inter_token_seconds", "", ())
     assert 0 < gaps.count <= 7
-    assert gaps.sum / gaps.count == pytest.approx(5.75, rel=0.1)  # wave and column times
+    assert gaps.sum / gaps.count == pytest.approx(0.00575, rel=0.1)  # wave and column times
     assert (snapshot.prompt_tokens, snapshot.output_tokens) == (50, 7)
     assert world.metrics.counter("waves_total", "").value == snapshot.waves
-    assert world.metrics.histogram("wave_ms", "", ()).count == snapshot.waves
+    assert world.metrics.histogram("wave_seconds", "", ()).count == snapshot.waves
     assert world.metrics.labelled("sequences_ended_total", "", "")["length"].value == 2
     assert blocks["free"].value == 40
 
