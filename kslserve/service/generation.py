@@ -81,7 +81,6 @@ class Generation:
         self._client = on_events
         self._turn = TurnLog(tokenizer, turn_head, stop_ids) if turn_head is not None else None
         self._on_turn = on_turn
-        self._on_events = on_events if self._turn is None else self._noting
         self._on_ended = on_ended
         self._max_new_tokens = max_new_tokens
         self._plain = self._stops is None and not one_call
@@ -113,12 +112,33 @@ class Generation:
         events: list[Event] = [Started()]
         if self._opening:
             events += self._parser.feed(self._opening)
-        self._on_events(events)
+        self._emit(events)
 
     def tokens(self, ids: Sequence[int], logprobs: Entries | None) -> None:
         """Ids sampled by one wave, the stop id included."""
         if self.ended_at is not None or not ids:
             return
+        if len(ids) > 1 and (self._stops is not None or self._one_call):
+            self._one_by_one(ids, logprobs)
+        else:
+            self._take(ids, logprobs)
+
+    def _one_by_one(self, ids: Sequence[int], logprobs: Entries | None) -> None:
+        """What ends the generation may lie before the last of several ids: those behind it do not
+        count. Still one batch of events."""
+        batch: list[Event] = []
+        client, self._client = self._client, batch.extend
+        try:
+            for at, token in enumerate(ids):
+                if self.done:
+                    break
+                self._take([token], logprobs[at : at + 1] if logprobs is not None else None)
+        finally:
+            self._client = client
+        if batch:
+            client(batch)
+
+    def _take(self, ids: Sequence[int], logprobs: Entries | None) -> None:
         if self.first_token_at is None:
             self.first_token_at = time.monotonic()
         usage = self.usage
@@ -147,7 +167,7 @@ class Generation:
             # The scheduler ends this sequence in the same turn: one batch instead of two.
             self._held = events
         elif events:
-            self._on_events(events)
+            self._emit(events)
 
     def ended(self, reason: FinishReason, error: KslError | None) -> None:
         """The scheduler is done with the sequence; error is set when it failed."""
@@ -156,7 +176,7 @@ class Generation:
         events, self._held = self._held, []
         if error is not None:
             self._close(reason, error)
-            self._on_events([*events, Failed(error, self.usage)])
+            self._emit([*events, Failed(error, self.usage)])
             return
         rest = self._detokenizer.flush()
         tail = (self._parser.feed(rest) if rest else []) + self._parser.finish(reason)
@@ -241,14 +261,14 @@ class Generation:
     def _finish(self, events: list[Event], reason: FinishReason, stop_string: str | None) -> None:
         self._close(reason, None)
         events.append(Finished(reason, self.usage, stop_string or None))
-        self._on_events(events)
+        self._emit(events)
         log, self._turn = self._turn, None
         if log is not None and self._on_turn is not None:
             turn = log.turn(reason)
             if turn is not None:
                 self._on_turn(turn)
 
-    def _noting(self, events: list[Event]) -> None:
+    def _emit(self, events: list[Event]) -> None:
         if self._turn is not None:
             self._turn.took(events)
         self._client(events)

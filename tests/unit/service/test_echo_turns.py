@@ -232,7 +232,6 @@ def test_a_turn_cut_by_a_limit(reason: FinishReason) -> None:
         ("One 😀", FinishReason.LENGTH, {"cut": -1}),
         (CALL, FinishReason.LENGTH, {"cut": -10}),
         ("One<|im_start|>two", FinishReason.STOP, {}),
-        (CALL + "\n" + CALL, FinishReason.LENGTH, {"one_call": True, "batch": 1000}),
     ],
 )
 def test_what_the_client_did_not_get_is_not_noted(
@@ -241,8 +240,11 @@ def test_what_the_client_did_not_get_is_not_noted(
     assert noted(Talk(), text, reason, **options) is None
 
 
-def test_one_call_of_several() -> None:
-    turn = noted(Talk(), CALL + "\n" + CALL, FinishReason.LENGTH, one_call=True)
+@pytest.mark.parametrize("batch", [1, 3, 1000])
+def test_one_call_of_several(batch: int) -> None:
+    """The turn ends with the call, whatever came with it in one wave."""
+    talk = CALL + "\n" + CALL
+    turn = noted(Talk(), talk, FinishReason.LENGTH, one_call=True, batch=batch)
     assert turn is not None
     assert [call.call_id for call in turn.calls] == ["call_0"]
     sampled = turn.ids.tolist()
