@@ -30,6 +30,7 @@ from kslserve.sched.cache.diskthread import DiskThread
 from kslserve.sched.cache.disktier import Disk
 from kslserve.sched.cache.saves import CachePolicy
 from kslserve.sched.scheduler import SchedLimits, Scheduler
+from kslserve.sched.spec.policy import SpecPolicy
 from kslserve.service.prepare import Preparer
 from kslserve.service.recoveries import Recoveries
 from kslserve.service.service import Service
@@ -158,7 +159,7 @@ class App:
         self.engine = backend.engine
         scheduler = Scheduler(
             backend.engine,
-            _sched_limits(settings, backend.model.context),
+            _sched_limits(settings, backend.model.context, backend.drafts),
             self.metrics,
             on_fatal=self._fatal,
         )
@@ -311,7 +312,7 @@ def _http_limits(settings: Settings) -> HttpLimits:
     )
 
 
-def _sched_limits(settings: Settings, context: int) -> SchedLimits:
+def _sched_limits(settings: Settings, context: int, drafts: SpecPolicy | None) -> SchedLimits:
     cache = None
     if settings.prefix_cache:
         cache = CachePolicy(host_bytes=settings.prefix_cache_host_bytes)
@@ -326,4 +327,5 @@ def _sched_limits(settings: Settings, context: int) -> SchedLimits:
         context=context,
         cache=cache,
         submit_ahead=settings.submit_ahead,
+        spec=drafts,
     )

@@ -25,8 +25,7 @@ AUTO = -1  # the parsed value of "auto" where a number is meant
 @dataclass(frozen=True, slots=True)
 class Spec:
     """How one setting reads. kind: str, int, float, switch, bytes, list, choice. auto: the word
-    `auto` is allowed and becomes AUTO. later: names the feature that the setting belongs to and
-    that this version lacks; any value but the default is refused."""
+    `auto` is allowed and becomes AUTO."""
 
     kind: str
     help: str
@@ -35,7 +34,6 @@ class Spec:
     high: float | None = None
     auto: bool = False
     flag: bool = True
-    later: str | None = None
 
 
 def _s(default: Any, kind: str, help: str, **more: Any) -> Any:
@@ -43,9 +41,6 @@ def _s(default: Any, kind: str, help: str, **more: Any) -> Any:
     if isinstance(default, list):
         return field(default=tuple(default), metadata={"spec": spec})
     return field(default=default, metadata={"spec": spec})
-
-
-_SPEC = "speculation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +101,9 @@ class Settings:
     decode_gap_ms: float = _s(
         250.0, "float", "longest gap of a decoding sequence beside prompts", low=1
     )
-    submit_ahead: bool = _s(False, "switch", "keep a second wave in the engine's ring")
+    submit_ahead: bool = _s(
+        False, "switch", "keep a second wave in the engine's ring while nothing is drafted"
+    )
     prefix_cache: bool = _s(
         True, "switch", "keep checkpoints of prompts and answers and adopt them"
     )
@@ -118,12 +115,18 @@ class Settings:
     prefix_cache_dir: str = _s("", "str", "folder of the prefix cache's disk tier")
     prefix_cache_disk_bytes: int = _s(20 << 30, "bytes", "budget of the disk tier")
     speculation: str = _s(
-        "off", "choice", "drafting", choices=("off", "ngram", "mtp", "auto"), later=_SPEC
+        "auto", "choice", "drafts, from the request's own text or by the MTP head; auto: both",
+        choices=("off", "ngram", "mtp", "auto"),
+    )  # fmt: skip
+    draft_depth: int = _s(7, "int", "most MTP drafts of a sequence in a wave", low=1, high=16)
+    draft_lanes: int = _s(
+        15, "int", "most drafts of a sequence in a wave, of both kinds", low=1, high=16
     )
-    draft_depth: int = _s(7, "int", "MTP depth ceiling", low=1, high=16, later=_SPEC)
-    draft_lanes: int = _s(15, "int", "drafts per row in all", low=1, high=16, later=_SPEC)
-    draft_margin: float = _s(0.5, "float", "margin below which MTP stops", low=0, later=_SPEC)
-    draft_vocab: int = _s(0, "int", "vocabulary cap of the draft head", low=0, later=_SPEC)
+    draft_margin: float = _s(
+        0.5, "float", "MTP stops before a draft that leads the second best one by less",
+        low=0, high=1e6,
+    )  # fmt: skip
+    draft_vocab: int = _s(0, "int", "MTP drafts only ids below this; 0: any", low=0, high=2**31 - 1)
     preserve_thinking: bool = _s(True, "switch", "keep the reasoning of the history in the prompt")
     messages_default_thinking: str = _s(
         "hidden", "choice", "Messages requests without `thinking`", choices=("off", "hidden", "on"),
@@ -232,12 +235,8 @@ def _read_file(path: str) -> dict[str, Any]:
 
 def _parse(label: str, entry: tuple[Spec, Any], raw: Any) -> Any:
     """One raw value (text, or a TOML value) as the setting's type, in range."""
-    spec, default = entry
+    spec, _ = entry
     value = _convert(label, spec, raw)
-    if spec.later is not None and value != default:
-        raise UsageError(
-            f"{label}: {spec.later} is not part of this version; leave it at its default."
-        )
     numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
     if numeric and not (spec.auto and value == AUTO):
         if spec.low is not None and value < spec.low:

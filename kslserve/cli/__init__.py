@@ -89,8 +89,7 @@ def serve_parser() -> Parser:
         if not spec.flag:
             continue
         help = f"{spec.help} (default: {_show_default(spec, default)})".replace("%", "%%")
-        # Settings of features that this version lacks are understood (and refused), not advertised.
-        options: dict[str, Any] = {"dest": name, "help": argparse.SUPPRESS if spec.later else help}
+        options: dict[str, Any] = {"dest": name, "help": help}
         if spec.kind == "switch":
             parser.add_argument(
                 config.flag_of(name), action=argparse.BooleanOptionalAction, **options

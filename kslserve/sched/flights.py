@@ -135,7 +135,8 @@ class Flights:
 
     def _blame(self, error: EngineError) -> None:
         """The engine refused a wave. With several newcomers try one at a time; with one it is its
-        fault, since the others ran before; with none, all that had a row end."""
+        fault, since the others ran before; with none, all that had a row end, unless they drafted:
+        then they try again without drafts."""
         newcomers = self._outgoing.newcomers
         self._outgoing.steady = False
         if self._cache.tiers.refused():
@@ -144,7 +145,10 @@ class Flights:
             self._careful = True
             self._metrics.events["admission_recovery"].inc()
             return
-        blamed = list(newcomers or self._outgoing.sequences)
+        sequences, speculator = self._outgoing.sequences, self._outgoing.speculator
+        if not newcomers and speculator is not None and speculator.refused(sequences):
+            return
+        blamed = list(newcomers or sequences)
         self.last_error = error.message
         self._metrics.events["admission_failure" if newcomers else "refused_wave"].inc()
         _log.error("wave refused", error=error.message, sequences=len(blamed))

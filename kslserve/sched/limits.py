@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kslserve.metrics import Metrics
 from kslserve.sched.cache.saves import CachePolicy
+from kslserve.sched.spec.policy import SpecPolicy
 
 WAVE_SECONDS = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30,
@@ -23,7 +24,7 @@ class SchedLimits:
     """From the settings. max_queue: sequences that wait beyond those that can start at once.
     wave_columns: prompt columns of a wave. A timeout of 0 is none. context: tokens of a
     sequence. cache: None for no prefix cache. submit_ahead: keep a second wave in the engine's
-    ring."""
+    ring, while nothing drafts. spec: None for no speculation."""
 
     max_seqs: int
     max_queue: int
@@ -35,6 +36,7 @@ class SchedLimits:
     context: int
     cache: CachePolicy | None = None
     submit_ahead: bool = False
+    spec: SpecPolicy | None = None
 
 
 @dataclass(frozen=True, slots=True)

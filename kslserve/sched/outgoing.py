@@ -10,12 +10,13 @@ from collections.abc import Sequence as Items
 
 import numpy as np
 
-from kslserve.engine.types import OpKind, SlotConfig, StateOp, TableEdit, Wave
+from kslserve.engine.types import OpKind, RowKind, SlotConfig, StateOp, TableEdit, Wave
 from kslserve.sched.cache.manager import PrefixCache
 from kslserve.sched.cache.moves import Transfer
 from kslserve.sched.memory import Memory
 from kslserve.sched.plan import Budget, share
 from kslserve.sched.sequence import Guide, Sequence
+from kslserve.sched.spec.speculator import Speculator
 
 
 class Outgoing:
@@ -26,12 +27,15 @@ class Outgoing:
 
     __slots__ = (
         "_edited", "_masked", "_planned", "cache", "columns", "id", "loaded", "memory", "moves",
-        "newcomers", "prompt", "sequences", "steady", "wave",
+        "newcomers", "prompt", "sequences", "speculator", "steady", "wave",
     )  # fmt: skip
 
-    def __init__(self, memory: Memory, cache: PrefixCache) -> None:
+    def __init__(
+        self, memory: Memory, cache: PrefixCache, speculator: Speculator | None = None
+    ) -> None:
         self.memory = memory
         self.cache = cache
+        self.speculator = speculator
         self.id = 0
         self.wave = Wave(0)
         self.sequences: list[Sequence] = []
@@ -67,6 +71,10 @@ class Outgoing:
             running = self._load(running)
         left = [s.prompt_left for s in running]
         grants = share(left, [s.last_wave for s in running], budget)
+        drafting = False
+        if self.speculator is not None:
+            room = budget.columns - sum(grants)
+            drafting = self.speculator.plan(running, grants, left, room)
         self.columns = self.prompt = 0
         for sequence, n, remaining in zip(running, grants, left, strict=True):
             n = self._aim(sequence, n, remaining)
@@ -82,7 +90,7 @@ class Outgoing:
                 self._mask(sequence, sequence.job.guide)
         for sequence in running:
             self._edit(sequence)
-        all_decode = not self.prompt and len(wave.rows) == everybody
+        all_decode = not self.prompt and not drafting and len(wave.rows) == everybody
         self.steady = all_decode and len(self.newcomers) == len(waiting)
 
     def _aim(self, sequence: Sequence, n: int, left: int) -> int:
@@ -90,10 +98,20 @@ class Outgoing:
         its prompt; the row of one that decodes was aimed when its last token came."""
         n = sequence.row_limit(n)
         # Blocks that are promised may still be on their way from a wave in flight.
-        n = self.memory.extend(sequence, sequence.computed + n) - sequence.computed
+        drafter = sequence.drafter if n > 0 else None
+        more = len(drafter.lanes) + drafter.propose if drafter is not None else 0
+        have = self.memory.extend(sequence, sequence.computed + n + more) - sequence.computed
+        n, more = min(n, have), max(0, have - n)
         if left and n > 0:
             sequence.aim_prompt(n, self.cache.cuts.plan(sequence, n))
             self.prompt += n
+        if drafter is not None and n > 0:
+            drafter.fit(more, sequence.row.kind is RowKind.LAST or not left)
+            if left:
+                sequence.row.propose = drafter.propose
+            else:
+                sequence.aim_drafts(drafter.lanes, drafter.propose)
+                n += len(drafter.lanes)
         return n
 
     @property

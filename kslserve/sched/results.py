@@ -12,6 +12,7 @@ from kslserve.sched.outgoing import Outgoing
 from kslserve.sched.plan import WaveCost
 from kslserve.sched.roster import Roster
 from kslserve.sched.sequence import Guide, Sequence, State
+from kslserve.sched.spec.speculator import Speculator
 
 
 class Results:
@@ -25,7 +26,9 @@ class Results:
         outgoing: Outgoing,
         cost: WaveCost,
         metrics: SchedMetrics,
+        speculator: Speculator | None = None,
     ) -> None:
+        self._speculator = speculator
         self._roster = roster
         self._memory = memory
         self._cache = cache
@@ -44,8 +47,7 @@ class Results:
             outgoing.complete()
         if roster.entrance.waiting:
             roster.due = True
-        decoding = outgoing.columns - outgoing.prompt
-        prompt = sampled = 0
+        prompt = sampled = decoding = spoken = 0
         for sequence, result in zip(outgoing.sequences, done.rows, strict=True):
             if sequence.state is State.ENDED:
                 continue  # by the wave before this one; the engine knew, and did nothing
@@ -54,18 +56,29 @@ class Results:
             sequence.computed = position = result.position
             if before < sequence.prompt_tokens:
                 prompt += min(position, sequence.prompt_tokens) - before
+            else:
+                decoding += 1
+                spoken += len(result.tokens)
             sequence.output += result.tokens
             if sequence.mark is None:
                 sampled += len(result.tokens)
                 self._row(sequence, result)
             elif not sequence.in_flight:
                 roster.end(sequence)
-        self._measure(done, decoding, prompt, sampled)
+        self._measure(done, prompt, sampled)
+        if spoken:
+            # Each row had its last token in the wave before.
+            gap = (done.ended_ns - self._ended_ns) / 1e9
+            self._metrics.gap.observe(gap * decoding / spoken, spoken)
+        self._ended_ns = done.ended_ns
 
     def _row(self, sequence: Sequence, result: RowDone) -> None:
         """One row: tell of its tokens, several where drafts were accepted, and end the sequence or
         aim its next row behind the last of them."""
         tokens = result.tokens
+        drafter, speculator = sequence.drafter, self._speculator
+        if drafter is not None and speculator is not None:
+            self._outgoing.steady &= not speculator.learn(sequence, drafter, result)
         if tokens:
             self._roster.outbox.spoken.append((sequence, result))
         elif result.logprobs:
@@ -105,17 +118,17 @@ class Results:
             result.logprobs = [*result.logprobs, *([(token, 0.0)] for token in forced)]
         return True
 
-    def _measure(self, done: Done, decoding: int, prompt: int, sampled: int) -> None:
-        """Counts and times of the wave. decoding: its decode rows; prompt and sampled: tokens."""
+    def _measure(self, done: Done, prompt: int, sampled: int) -> None:
+        """Counts and times of the wave. prompt and sampled: tokens."""
         ms = (done.ended_ns - done.started_ns) / 1e6
-        if not self._outgoing.moves:
-            self._cost.observe(self._outgoing.columns, self._outgoing.prompt, ms)
+        outgoing = self._outgoing
+        if not outgoing.moves:
+            self._cost.observe(outgoing.columns, outgoing.prompt, ms - done.drafts_ns / 1e6)
+        if self._speculator is not None:
+            plain = not (outgoing.moves or outgoing.prompt)
+            self._speculator.wave(done, outgoing.sequences, outgoing.columns, plain)
         metrics = self._metrics
         metrics.wave.observe(ms / 1e3)
         metrics.waves.inc()
         metrics.prompt_tokens.inc(prompt)
         metrics.output_tokens.inc(sampled)
-        if decoding:
-            # Each of them had its last token in the wave before.
-            metrics.gap.observe((done.ended_ns - self._ended_ns) / 1e9, decoding)
-        self._ended_ns = done.ended_ns

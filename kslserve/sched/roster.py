@@ -76,6 +76,8 @@ class Roster:
             sequence.fresh = True
             sequence.admitted = now
             self.running.append(sequence)
+            if self._outgoing.speculator is not None:
+                self._outgoing.speculator.enter(sequence)
             self.guided += sequence.job.guide is not None
             self._outgoing.steady = False
 

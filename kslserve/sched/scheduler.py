@@ -40,6 +40,7 @@ from kslserve.sched.roster import Roster
 from kslserve.sched.sequence import Job as Job
 from kslserve.sched.sequence import Sequence as Sequence
 from kslserve.sched.sequence import Sink as Sink
+from kslserve.sched.spec.speculator import Speculator
 
 _log = log.get("sched")
 RETRY_AFTER_S = 2
@@ -74,16 +75,19 @@ class Scheduler:
         memory = self._memory = Memory(info, limits.max_seqs, limits.context)
         cache = self.cache = PrefixCache(memory, info, limits.cache, lambda: self._outgoing.id)
         cache.tiers.on_change = self._cache_changed
-        outgoing = self._outgoing = Outgoing(memory, cache)
+        most = max(1, min(limits.wave_columns, info.wave_columns))
+        cost = WaveCost(limits.wave_target_ms, limits.decode_gap_ms, most)
+        speculator = None
+        if limits.spec is not None:
+            speculator = Speculator(limits.spec, info, cost, metrics)
+        outgoing = self._outgoing = Outgoing(memory, cache, speculator)
         self._deadlines = Deadlines(
             limits.queue_timeout_s, limits.request_timeout_s, self._turn, self._call_later
         )
         roster = self._roster = Roster(
             memory, cache, outgoing, self._deadlines, self._metrics, clock, self._call_turn
         )
-        most = max(1, min(limits.wave_columns, info.wave_columns))
-        cost = WaveCost(limits.wave_target_ms, limits.decode_gap_ms, most)
-        self._results = Results(roster, memory, cache, outgoing, cost, self._metrics)
+        self._results = Results(roster, memory, cache, outgoing, cost, self._metrics, speculator)
         self._flights = Flights(
             engine, roster, cache, outgoing, cost, self._metrics, clock,
             self._call_turn, self._mask_ready, self._die,

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kslserve.core.sampling import SamplingParams
 from kslserve.core.usage import FinishReason
-from kslserve.engine.types import Row, RowKind
+from kslserve.engine.types import Draft, Row, RowKind
 from kslserve.errors import KslError
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kslserve.sched.cache.index import Node
     from kslserve.sched.cache.moves import Transfer
     from kslserve.sched.cache.saves import SavePoint
+    from kslserve.sched.spec.drafter import Drafter
 
 Ids = npt.NDArray[np.int32]
 
@@ -118,7 +119,7 @@ class Sequence:
     before its first row. cached_tokens: prompt positions that came from a checkpoint. saves:
     positions of its prompt that get one. kept: end of the last new checkpoint of its state. path:
     its prompt in the index of prefixes. scored: prompt positions whose scores were told. masked:
-    version of its guide's mask that the engine has.
+    version of its guide's mask that the engine has. drafter: what it drafts, None for nothing.
     """
 
     __slots__ = (
@@ -129,6 +130,7 @@ class Sequence:
         "blocks",
         "cached_tokens",
         "computed",
+        "drafter",
         "fresh",
         "ids",
         "in_flight",
@@ -194,6 +196,7 @@ class Sequence:
         self.scored = 0
         self.masked = 0
         self.path: Node | None = None
+        self.drafter: Drafter | None = None
         # One row for every wave: in decode only its start and its token change.
         self._next = [0]
         self.row = Row(RowKind.PREFILL, -1, -1, 0, 1, self._next)
@@ -262,6 +265,8 @@ class Sequence:
         row.start = self.computed
         row.n = n
         row.tokens = self.ids[self.computed : end + (row.kind is RowKind.SCORE)]
+        row.draft = Draft.NONE
+        row.propose = 0
         row.cuts = cuts
 
     @property
@@ -279,11 +284,30 @@ class Sequence:
     def aim_decode(self, token: int) -> None:
         """Make the row feed the last sampled token and sample the next."""
         row = self.row
+        row.kind = RowKind.LAST
         row.start = self.computed
         row.n = 1
         self._next[0] = token
         row.tokens = self._next
+        row.draft = Draft.NONE
+        row.propose = 0
         row.cuts = ()
+
+    def aim_drafts(self, drafts: list[int], propose: int) -> None:
+        """Make the row that was aimed at the last sampled token verify drafts behind it, and have
+        `propose` MTP drafts made after it."""
+        row = self.row
+        if drafts:
+            row.kind = RowKind.VERIFY
+            row.n = 1 + len(drafts)
+            row.tokens = [self._next[0], *drafts]
+            row.draft = Draft.GIVEN
+        else:
+            row.kind = RowKind.LAST
+            row.n = 1
+            row.tokens = self._next
+            row.draft = Draft.NONE
+        row.propose = propose
 
     def aim_ahead(self) -> None:
         """Make the row the one after the decode row in flight, whose token only the engine has."""

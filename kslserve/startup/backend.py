@@ -21,10 +21,12 @@ from kslserve.errors import ModelFileError
 from kslserve.ksl.model import ModelFile, read_texts
 from kslserve.ksl.open import open_model, open_source
 from kslserve.sched.cache.diskstore import DiskStore, Scan, StateSizes
+from kslserve.sched.spec.policy import SpecPolicy
 from kslserve.service.model import ServedModel
 from kslserve.startup.device import free_bytes, open_library, place
 from kslserve.startup.lines import describe
 from kslserve.startup.pools import kv_format, plan_pools
+from kslserve.startup.speculation import spec_policy
 from kslserve.text.bare import BareTokenizer
 from kslserve.text.template import ChatTemplate, bundled
 from kslserve.text.tokenizer import Tokenizer
@@ -34,13 +36,15 @@ FALLBACK_TEMPLATE = "3.5"
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """Everything that serving needs and that takes time to make. disk, scan: the disk tier and what
-    it holds, where there is one. lines: for the start message."""
+    """Everything that serving needs and that takes time to make. drafts: None for no speculation.
+    disk, scan: the disk tier and what it holds, where there is one. lines: for the start
+    message."""
 
     engine: Engine
     tokenizer: Tokenizer
     template: ChatTemplate
     model: ServedModel
+    drafts: SpecPolicy | None
     disk: DiskStore | None
     scan: Scan | None
     lines: tuple[str, ...]
@@ -66,6 +70,8 @@ def open_backend(settings: Settings, log_line: Callable[[str], None]) -> Backend
         template = ChatTemplate(source, tokenizer.control_tokens)
         plan = plan_pools(settings, model.spec, free_bytes(settings) - _weight_bytes(model))
         notes += plan.notes
+        # Refused before the weights are read.
+        drafts = spec_policy(settings, settings.engine == "native" and model.spec.mtp_layers > 0)
         engine = _open_engine(settings, model, plan.sizes, tokenizer, script)
         identity = fingerprint(model.spec, model.tensors, engine.info)
         served = ServedModel(
@@ -77,10 +83,10 @@ def open_backend(settings: Settings, log_line: Callable[[str], None]) -> Backend
             vocab=tokenizer.size,
             created=int(time.time()),
         )
-        lines = tuple(describe(model, engine.info, served, template.version, notes))
+        lines = tuple(describe(model, engine.info, served, template.version, notes, drafts))
         disk = _open_disk(settings, identity, engine.info)
         scan = disk.scan() if disk is not None else None
-    return Backend(engine, tokenizer, template, served, disk, scan, lines)
+    return Backend(engine, tokenizer, template, served, drafts, disk, scan, lines)
 
 
 def _tokenizer(settings: Settings, model: ModelFile, notes: list[str]) -> Tokenizer:
@@ -167,6 +173,8 @@ def _open_engine(
         isa=settings.cpu,
         threads=settings.threads,
         nice=settings.cpu_nice,
+        draft_margin=settings.draft_margin,
+        draft_vocab=settings.draft_vocab,
         test_hooks=settings.test_hooks,
         library=open_library(settings),
     )

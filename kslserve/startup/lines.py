@@ -7,12 +7,18 @@ from collections.abc import Sequence
 from kslserve.core.sampling import SamplingParams
 from kslserve.engine.types import EngineInfo
 from kslserve.ksl.model import ModelFile
+from kslserve.sched.spec.policy import SpecPolicy
 from kslserve.service.model import ServedModel
 from kslserve.startup.pools import size
 
 
 def describe(
-    model: ModelFile, info: EngineInfo, served: ServedModel, version: str, notes: Sequence[str]
+    model: ModelFile,
+    info: EngineInfo,
+    served: ServedModel,
+    version: str,
+    notes: Sequence[str],
+    drafts: SpecPolicy | None,
 ) -> list[str]:
     """The lines of the message. notes: sentences at its end."""
     spec = model.spec
@@ -35,8 +41,16 @@ def describe(
         f"scratch {size(info.scratch_bytes)}",
         f"context   {served.context} tokens, {info.slots} requests at once",
         f"sampling  {describe_sampling(served.defaults)}",
+        f"drafts    {describe_drafts(drafts)}",
     ]
     return lines + [f"note      {note}" for note in notes]
+
+
+def describe_drafts(drafts: SpecPolicy | None) -> str:
+    if drafts is None:
+        return "none"
+    kinds = ["the MTP head"] * drafts.mtp + ["the text so far"] * drafts.ngram
+    return f"from {' and '.join(kinds)}, at most {drafts.lanes} per request and wave"
 
 
 def describe_sampling(defaults: SamplingParams) -> str:

@@ -74,17 +74,6 @@ class Result:
         return float(usage[name])
 
 
-def missing(case: Case) -> str | None:
-    """Why this version cannot run a case: a setting that it does not have yet, or None."""
-    table = config.specs()
-    for options in case["server"]:
-        for name, value in options.items():
-            spec, default = table.get(name, (None, None))
-            if spec is not None and spec.later is not None and value != default:
-                return f"{name}={value} is not part of this version"
-    return None
-
-
 def run_engine(case: Case, folder: Path) -> None:
     run = _Run(case, folder)
     try:

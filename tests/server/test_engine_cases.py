@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.runners.engine_cases import missing, run_engine
+from tests.runners.engine_cases import run_engine
 from tests.runners.files import named
 
 
 @pytest.mark.parametrize("case", named("engine"), ids=lambda case: case["id"])
 def test_case(case: dict[str, Any], tmp_path: Path) -> None:
-    if (absent := missing(case)) is not None:
-        pytest.skip(absent)
     try:
         run_engine(case, tmp_path)
     except AssertionError as error:

@@ -1,0 +1,67 @@
+"""How many drafts a wave verifies, and how many MTP makes for the next one. Pure functions.
+
+Verifying one more draft costs time for all rows of a wave and gains its probability of coming true
+for one. The best number is where the tokens per time are most; it is none unless that is better
+than plain decode by GAIN, since estimates err."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+GAIN = 1.05  # least gain over plain decode for which anything is drafted
+
+
+def choose_lanes(
+    survival: Sequence[Sequence[float]], ms: Callable[[int], float], rows: int, most: int
+) -> list[int]:
+    """How many of its drafts each row verifies.
+
+    survival: by row, the probabilities that its drafts come true up to each, descending. ms: time
+    of a wave by its columns, of which plain rows are `rows`. most: drafts of the wave.
+    """
+    counts = [0] * len(survival)
+    ranked = sorted(
+        ((p, i) for i, chances in enumerate(survival) for p in chances), key=lambda lane: -lane[0]
+    )
+    best, best_n = GAIN * rows / ms(rows), 0
+    expected = float(rows)
+    for n, (chance, _) in enumerate(ranked[:most], start=1):
+        expected += chance
+        rate = expected / ms(rows + n)
+        if rate > best:
+            best, best_n = rate, n
+    for _, i in ranked[:best_n]:
+        counts[i] += 1
+    return counts
+
+
+def choose_depths(
+    survival: Sequence[Sequence[float]],
+    ms: Callable[[int], float],
+    step_ms: Callable[[int], float],
+    rows: int,
+    most: int,
+) -> list[int]:
+    """How deep each row's MTP chain is to be. The same as above, for drafts that are still to be
+    made: a step costs time too, once for all rows that take it. step_ms: by their number."""
+    counts = [0] * len(survival)
+    ranked = sorted(
+        ((p, depth, i) for i, chances in enumerate(survival) for depth, p in enumerate(chances)),
+        key=lambda lane: (-lane[0], lane[1]),
+    )
+    taking: list[int] = []  # rows that take each step
+    best, best_n = GAIN * rows / ms(rows), 0
+    expected, drafting = float(rows), 0.0
+    for n, (chance, depth, _) in enumerate(ranked[:most], start=1):
+        expected += chance
+        if depth == len(taking):
+            taking.append(0)
+        drafting -= step_ms(taking[depth]) if taking[depth] else 0.0
+        taking[depth] += 1
+        drafting += step_ms(taking[depth])
+        rate = expected / (ms(rows + n) + drafting)
+        if rate > best:
+            best, best_n = rate, n
+    for _, _, i in ranked[:best_n]:
+        counts[i] += 1
+    return counts

@@ -1,0 +1,224 @@
+"""Drafter: the drafts of one sequence.
+
+It knows what the sequence has sampled, what its slot holds as MTP drafts, and how often each kind
+came true; it offers a chain of drafts for the next wave and learns from what the wave sampled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kslserve.engine.types import RowDone
+from kslserve.sched.sequence import Sequence
+from kslserve.sched.spec.acceptance import (
+    DEPTH_CLASSES,
+    LEAST,
+    Averages,
+    chain_survival,
+    match_class,
+    suffix_survival,
+)
+from kslserve.sched.spec.index import SuffixIndex
+from kslserve.sched.spec.ladder import Ladder
+
+STRONG_LENGTH, STRONG = 12, 0.8  # a match that makes MTP drafts superfluous
+PROBE_FIRST, PROBE_LAST = 32, 512  # waves between probes of MTP drafts that do not pay
+PROBE_DEPTH = 2
+DEEPER_EVERY = 16  # rounds after which a chain is tried one draft deeper
+IDLE_MAX = 8  # waves without drafts after which only some waves are looked at
+ASLEEP_MAX = 16  # most waves between two looks
+
+
+@dataclass(slots=True)
+class DraftStats:
+    """Of one sequence. rounds: waves that sampled for it. Drafts verified and accepted, by kind."""
+
+    rounds: int = 0
+    ngram: int = 0
+    ngram_accepted: int = 0
+    mtp: int = 0
+    mtp_accepted: int = 0
+    events: list[tuple[int, int, str]] = field(default_factory=list)
+
+    @property
+    def drafted(self) -> int:
+        return self.ngram + self.mtp
+
+    @property
+    def accepted(self) -> int:
+        return self.ngram_accepted + self.mtp_accepted
+
+
+class Drafter:
+    """index: None until the first token was sampled, or without n-gram drafts. chain: averages of
+    MTP drafts, None without them. held: MTP drafts for the next positions. tokens, survival: the
+    offered chain; own: how many at its beginning are MTP's. lanes: those of it that the next row
+    verifies; propose: MTP drafts to make after it. asleep: waves for which it is left alone, since
+    nothing was worth drafting for long and looking costs time."""
+
+    __slots__ = (
+        "_deeper", "_idle", "_probe_every", "_probe_in", "asleep", "chain", "held", "index",
+        "ladder", "lanes", "matches", "own", "propose", "stats", "survival", "tokens",
+    )  # fmt: skip
+
+    def __init__(self, matches: Averages | None, chain: Averages | None, lanes: int) -> None:
+        self.matches = matches.child() if matches is not None else None
+        self.chain = chain.child() if chain is not None else None
+        self.ladder = Ladder(lanes)
+        self.stats = DraftStats(events=self.ladder.events)
+        self.index: SuffixIndex | None = None
+        self.held: list[int] = []
+        self.tokens: list[int] = []
+        self.survival: list[float] = []
+        self.own = 0
+        self.lanes: list[int] = []
+        self.propose = 0
+        self._probe_every = self._probe_in = PROBE_FIRST
+        self._deeper = 0
+        self._idle = 0
+        self.asleep = 0
+
+    @property
+    def live(self) -> bool:
+        """It may draft again."""
+        return self.ladder.depth > 0
+
+    # ------------------------------------------------------------ before a wave
+
+    def read(self, sequence: Sequence) -> None:
+        """Take in what the sequence sampled since the last time."""
+        matches, index = self.matches, self.index
+        if matches is None or not sequence.output:
+            return
+        prompt = sequence.job.prompt_ids
+        if index is None:
+            ids = np.concatenate([prompt, np.array(sequence.output, np.int32)])
+            self.index = SuffixIndex(ids, len(prompt) + sequence.limit)
+            return
+        for token in sequence.output[len(index) - len(prompt) :]:
+            if index.at:
+                matches.note(match_class(index.length), index.predicted == token)
+            index.append(token)
+
+    def offer(self, most: int, least: float = LEAST) -> None:
+        """Set the best chain of at most `most` drafts: what MTP drafted and what the index adds to
+        it, or the index alone. least: probability below which nothing is offered."""
+        self.tokens, self.survival, self.own = [], [], 0
+        most = min(most, self.ladder.depth)
+        if most <= 0:
+            return
+        index, matches, chain = self.index, self.matches, self.chain
+        copied: list[float] = []
+        if index is not None and matches is not None and index.at:
+            copied = suffix_survival(matches, index.length, most, least)
+        if self.held and chain is not None:
+            self._offer_own(chain, most, least)
+        if copied and sum(copied) > sum(self.survival):
+            assert index is not None
+            self.tokens, self.survival, self.own = index.draft(len(copied)), copied, 0
+
+    def _offer_own(self, chain: Averages, most: int, least: float) -> None:
+        survival = chain_survival(chain, min(len(self.held), most), least)
+        held = self.held[: len(survival)]
+        index, matches = self.index, self.matches
+        more: list[int] = []
+        if held and len(held) < most and index is not None and matches is not None:
+            more, length = index.draft_after(held, most - len(held))
+            if more:
+                survival += suffix_survival(matches, length, len(more), least, survival[-1])
+        self.survival = survival
+        self.tokens = (held + more)[: len(survival)]
+        self.own = len(held)
+
+    def chances(self, most: int) -> list[float]:
+        """How likely MTP drafts made after the next wave are to come true, at most `most`."""
+        most = min(most, self.ladder.depth)
+        if self.chain is None or most <= 0:
+            return []
+        index, matches = self.index, self.matches
+        strong = index is not None and index.length >= STRONG_LENGTH
+        if index is not None and matches is not None and strong:
+            strong = matches.values[match_class(index.length)] >= STRONG
+        if strong:
+            return []
+        return chain_survival(self.chain, most)
+
+    def aim(self, lanes: int, depth: int, most: int) -> None:
+        """Verify so many of the offered drafts, then make `depth` MTP drafts; at times more, at
+        most `most`, to see whether that would pay."""
+        self.lanes = self.tokens[:lanes]
+        self.own = min(self.own, lanes)
+        most = max(0, min(most, self.ladder.depth))
+        self.propose = depth = min(depth, most)
+        if self.chain is None or depth >= most:
+            pass
+        elif depth:
+            self._probe_every = self._probe_in = PROBE_FIRST
+            self._deeper += 1
+            if self._deeper % DEEPER_EVERY == 0:
+                self.propose = depth + 1
+        else:
+            self._probe_in -= 1
+            if self._probe_in <= 0 and not self.held:
+                self._probe_every = self._probe_in = min(2 * self._probe_every, PROBE_LAST)
+                self.propose = min(PROBE_DEPTH, most)
+
+    def doze(self) -> None:
+        """It was aimed: after some waves without drafts, sleep for longer and longer."""
+        if self.lanes or self.propose or self.held:
+            self._idle = 0
+            return
+        self._idle += 1
+        if self._idle >= IDLE_MAX:
+            self.asleep = min(1 << (self._idle - IDLE_MAX), ASLEEP_MAX)
+            self._probe_in -= self.asleep
+
+    def fit(self, room: int, samples: bool) -> None:
+        """There are blocks for so many positions beyond those of the plain row, which samples or
+        does not."""
+        self.lanes = self.lanes[:room]
+        self.own = min(self.own, len(self.lanes))
+        self.propose = min(self.propose, room - len(self.lanes)) if samples else 0
+
+    def rest(self) -> None:
+        """The next row has no drafts and makes none."""
+        self.lanes = []
+        self.propose = 0
+
+    # ------------------------------------------------------------ after a wave
+
+    def learn(self, result: RowDone) -> bool:
+        """What became of the drafts of a row; True if the ladder stepped down."""
+        tokens, lanes = result.tokens, self.lanes
+        stats, stepped = self.stats, False
+        if lanes:
+            own = self.own
+            accepted = result.accepted
+            stats.mtp += own
+            stats.ngram += len(lanes) - own
+            stats.mtp_accepted += min(accepted, own)
+            stats.ngram_accepted += max(0, accepted - own)
+            self._note_chain(lanes[:own], tokens)
+            self.held = []
+            stepped = self.ladder.round(accepted)
+        elif self.held:
+            # Drafts that were not verified show all the same what they would have been worth.
+            held = self._note_chain(self.held, tokens)
+            self.held = held if self.live else []
+        if result.drafts:
+            self.held = list(result.drafts)
+        if result.bad_draft and self.ladder.failed("the draft head failed"):
+            stepped = True
+        if not self.live:
+            self.index, self.held = None, []
+        return stepped
+
+    def _note_chain(self, drafts: list[int], tokens: tuple[int, ...]) -> list[int]:
+        """Compare drafts with what was sampled; those that are left after it, if all agree."""
+        if self.chain is not None:
+            for i, (draft, token) in enumerate(zip(drafts, tokens, strict=False)):
+                self.chain.note(min(i, DEPTH_CLASSES - 1), draft == token)
+                if draft != token:
+                    return []
+        return drafts[len(tokens) :]

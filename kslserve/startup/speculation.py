@@ -1,0 +1,27 @@
+"""The drafters that the settings and the model allow."""
+
+from __future__ import annotations
+
+from kslserve.config import Settings
+from kslserve.errors import UsageError
+from kslserve.sched.spec.policy import SpecPolicy
+
+
+def spec_policy(settings: Settings, has_mtp: bool) -> SpecPolicy | None:
+    """None where nothing is drafted. `auto` uses what there is; engines without a model draft only
+    when told to. Raises UsageError where MTP drafts are asked for and the model has no MTP head."""
+    mode = settings.speculation
+    if mode == "auto" and settings.engine != "native":
+        mode = "off"
+    if mode == "off":
+        return None
+    if mode == "mtp" and not has_mtp:
+        raise UsageError(
+            "--speculation mtp needs a model with an MTP head; auto and ngram work without."
+        )
+    return SpecPolicy(
+        ngram=mode != "mtp",
+        mtp=mode != "ngram" and has_mtp,
+        depth=settings.draft_depth,
+        lanes=settings.draft_lanes,
+    )

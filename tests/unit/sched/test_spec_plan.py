@@ -1,0 +1,166 @@
+"""Pure parts of speculation: what is expected of drafts, what waves cost, how much is drafted, and
+when it is given up."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kslserve.sched.spec.acceptance import (
+    DEPTH_PRIOR,
+    LEAST,
+    MATCH_PRIOR,
+    MATCHES,
+    Averages,
+    chain_survival,
+    match_class,
+    suffix_survival,
+)
+from kslserve.sched.spec.cost import GUESS, STALE, RowCosts, WaveCosts
+from kslserve.sched.spec.depth import GAIN, choose_depths, choose_lanes
+from kslserve.sched.spec.ladder import ROUNDS, Ladder
+
+CHANCES = st.lists(
+    st.lists(st.floats(0.01, 1.0), max_size=6).map(lambda p: list(itertools.accumulate(p, min))),
+    min_size=1,
+    max_size=3,
+)
+
+
+def test_classes_of_matches() -> None:
+    for which, least in enumerate(MATCHES):
+        assert match_class(least) == which
+        assert match_class(least - 1 if which else least) == max(which - 1, 0)
+    assert match_class(10_000) == len(MATCHES) - 1
+
+
+def test_averages_follow_and_teach() -> None:
+    everybody = Averages(MATCH_PRIOR)
+    one = everybody.child()
+    for _ in range(200):
+        one.note(2, True)
+    assert one.values[2] > 0.99
+    assert MATCH_PRIOR[2] < everybody.values[2] < 0.99
+    assert everybody.child().values[2] == everybody.values[2]
+    assert one.values[1] == MATCH_PRIOR[1]
+    for _ in range(20):
+        one.note(2, False)
+    assert one.values[2] < 0.1
+
+
+def test_survival_is_a_product_and_ends_where_nothing_is_left() -> None:
+    matches = Averages((0.5, 0.8, 0.8, 0.8, 0.8, 0.8, 1.0))
+    assert suffix_survival(matches, 3, 3) == pytest.approx([0.5, 0.4, 0.32])
+    assert suffix_survival(matches, 40, 15) == [1.0] * 15
+    assert suffix_survival(matches, 40, 2, start=0.25) == [0.25, 0.25]
+    chain = Averages((0.2,) * len(DEPTH_PRIOR))
+    assert chain_survival(chain, 16) == [0.2]
+    assert len(chain_survival(chain, 16, least=0.0)) == 16
+    assert chain_survival(Averages((LEAST / 2, *DEPTH_PRIOR[1:])), 3) == []
+
+
+def test_costs_are_learnt_by_rows_and_columns() -> None:
+    costs = RowCosts(2)
+    for _ in range(5):
+        costs.observe(2, 10.0)
+    assert costs.plain_waves == 5
+    assert costs.ms(2) == pytest.approx(10.0)
+    assert costs.ms(4) == pytest.approx(10.0 + 2 * GUESS * 10.0 / 2)
+    for _ in range(5):
+        costs.observe(10, 18.0)
+    assert costs.since_plain == 5
+    assert costs.ms(10) == pytest.approx(18.0)
+    assert costs.ms(6) == pytest.approx(14.0)
+    assert costs.ms(12) == pytest.approx(20.0)
+
+
+def test_one_slow_wave_changes_little_and_a_slow_first_one_nothing() -> None:
+    costs = RowCosts(1)
+    costs.observe(1, 500.0)
+    for _ in range(6):
+        costs.observe(1, 10.0)
+    before = costs.ms(1)
+    assert before == pytest.approx(10.0)
+    costs.observe(1, 1000.0)
+    assert costs.ms(1) < 1.2 * before
+
+
+def test_an_old_figure_is_not_believed_for_ever() -> None:
+    costs = RowCosts(1)
+    for _ in range(5):
+        costs.observe(1, 10.0)
+    for _ in range(5):
+        costs.observe(8, 500.0)
+    for _ in range(STALE + 1):
+        costs.observe(1, 10.0)
+    assert costs.ms(1) == pytest.approx(10.0)
+    assert costs.ms(4) < 300.0
+
+
+def test_draft_steps() -> None:
+    costs = WaveCosts()
+    assert costs.draft_ms(1, 10.0) == GUESS * 10.0
+    for _ in range(10):
+        costs.drafted(4, 3, 9.0)
+    assert costs.draft_ms(4, 10.0) == pytest.approx(3.0)
+    assert costs.draft_ms(1, 10.0) == pytest.approx(3.0)
+
+
+@given(CHANCES, st.floats(0.0, 1.0), st.integers(0, 12))
+def test_lanes_are_the_best_of_all_choices(
+    survival: list[list[float]], slope: float, most: int
+) -> None:
+    rows = len(survival) + 1
+
+    def ms(columns: int) -> float:
+        return 1.0 + slope * (columns - rows)
+
+    def rate(counts: tuple[int, ...]) -> float:
+        gained = sum(sum(chances[:n]) for chances, n in zip(survival, counts, strict=True))
+        return (rows + gained) / ms(rows + sum(counts))
+
+    counts = choose_lanes(survival, ms, rows, most)
+    assert sum(counts) <= most
+    choices = itertools.product(*(range(len(chances) + 1) for chances in survival))
+    best = max(rate(choice) for choice in choices if sum(choice) <= most)
+    if any(counts):
+        assert rate(tuple(counts)) == pytest.approx(best)
+        assert best > GAIN * rows
+    else:
+        assert best <= GAIN * rows * (1 + 1e-9)
+
+
+def test_depths_pay_for_their_steps() -> None:
+    chances = [[0.9, 0.8, 0.7], [0.2]]
+
+    def cheap(columns: int) -> float:
+        return 10.0
+
+    assert choose_depths(chances, cheap, lambda n: 0.01, 2, 10) == [3, 1]
+    assert choose_depths(chances, cheap, lambda n: 1.0 * n, 2, 10) == [3, 0]
+    assert choose_depths(chances, cheap, lambda n: 100.0, 2, 10) == [0, 0]
+    # A second row in a step that is taken anyway costs only what it adds.
+    both = choose_depths([[0.9], [0.5]], cheap, lambda n: 1.0 + 0.1 * n, 2, 10)
+    assert both == [1, 1]
+    assert choose_depths([[], []], cheap, lambda n: 0.0, 2, 10) == [0, 0]
+
+
+def test_the_ladder_goes_down_only() -> None:
+    ladder = Ladder(15)
+    for _ in range(100):
+        assert not ladder.round(3)
+    depths = []
+    for _ in range(20 * ROUNDS):
+        if ladder.round(0):
+            depths.append(ladder.depth)
+    assert depths == [5, 2, 1, 0]
+    assert [depth for _, depth, _ in ladder.events] == depths
+    assert not ladder.round(9)
+    assert not ladder.failed("late")
+    assert ladder.depth == 0
+    other = Ladder(7)
+    assert other.failed("why")
+    assert (other.depth, other.events) == (0, [(0, 0, "why")])
