@@ -183,6 +183,7 @@ class App:
             scheduler,
             self.metrics,
             recoveries=self._recoveries,
+            recover=settings.recover_calls,
             test_hooks=settings.test_hooks,
         )
         self._watchdog.watch(backend.engine.progress)

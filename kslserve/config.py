@@ -131,6 +131,9 @@ class Settings:
     messages_default_thinking: str = _s(
         "hidden", "choice", "Messages requests without `thinking`", choices=("off", "hidden", "on"),
     )  # fmt: skip
+    recover_calls: bool = _s(
+        True, "switch", "read calls that stray from the format; off: they stay text"
+    )
     drift_corpus: str = _s("", "str", "file that collects tool-call recoveries")
     max_requests: int = _s(256, "int", "requests in the server at once", low=1)
     max_queue: int = _s(128, "int", "requests waiting for a slot; more are refused with 429", low=0)

@@ -27,7 +27,7 @@ def parse(body: bytes | dict[str, Any], defaults: SamplingParams) -> Request:
     model = fields.required_text("model")
     _refuse_unsupported(fields)
     tools = tools_of(fields)
-    choice, tool_name = tool_choice_of(fields, tools)
+    choice = tool_choice_of(fields, tools)
     options = fields.object("stream_options")
     template = TemplateOptions(fields)
     parallel = fields.boolean("parallel_tool_calls")
@@ -35,8 +35,9 @@ def parse(body: bytes | dict[str, Any], defaults: SamplingParams) -> Request:
         model=model,
         messages=messages_of(fields),
         tools=tools,
-        tool_choice=choice,
-        tool_name=tool_name,
+        tool_choice=choice.kind,
+        tool_name=choice.name,
+        allowed_tools=choice.allowed,
         parallel_tool_calls=True if parallel is None else parallel,
         sampling=sampling_of(fields, defaults, logprobs=_logprobs(fields)),
         max_tokens=_max_tokens(fields),

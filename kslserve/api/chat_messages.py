@@ -7,10 +7,12 @@ placeholder instead of an error, since a client repeats its history for ever.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import orjson
 
+from kslserve.api.choice import ALLOWED, Choice, allowed_choice
 from kslserve.api.fields import Fields, noun
 from kslserve.core.request import Message, Role, ToolCall, ToolChoice, ToolSpec
 from kslserve.errors import InvalidRequest, UnsupportedParameter
@@ -138,25 +140,35 @@ def _tool(entry: Fields) -> ToolSpec:
     )
 
 
-def tool_choice_of(body: Fields, tools: tuple[ToolSpec, ...]) -> tuple[ToolChoice, str | None]:
-    """`tool_choice` as (choice, name of the forced tool)."""
+def tool_choice_of(body: Fields, tools: tuple[ToolSpec, ...]) -> Choice:
     value = body.raw("tool_choice")
     if value is None:
-        return ToolChoice.AUTO, None
+        return Choice()
     if isinstance(value, str):
         if value not in ("auto", "none", "required"):
-            body.refuse("tool_choice", "must be auto, none, required or a function")
-        choice, name = ToolChoice(value), None
+            body.refuse("tool_choice", "must be auto, none, required, a function or allowed_tools")
+        choice = Choice(ToolChoice(value))
     else:
         entry = body.object("tool_choice")
         assert entry is not None
-        if entry.text("type") != "function":
+        names = {tool.name for tool in tools}
+        kind = entry.text("type")
+        if kind == ALLOWED:
+            inner = entry.object(ALLOWED) or entry
+            return allowed_choice(inner, [_named(tool, names) for tool in inner.objects("tools")])
+        if kind != "function":
             path = entry.at("type")
-            raise UnsupportedParameter(f"{path} must be function.", param=path)
-        function = entry.required_object("function")
-        choice, name = ToolChoice.NAMED, function.required_text("name")
-        if all(tool.name != name for tool in tools):
-            function.refuse("name", "must name one of the tools")
-    if choice is ToolChoice.REQUIRED and not tools:
+            raise UnsupportedParameter(f"{path} must be function or {ALLOWED}.", param=path)
+        choice = Choice(ToolChoice.NAMED, _named(entry, names))
+    if choice.kind is ToolChoice.REQUIRED and not tools:
         body.refuse("tool_choice", "needs tools")
-    return choice, name
+    return choice
+
+
+def _named(entry: Fields, names: Set[str]) -> str:
+    """The name of an entry that refers to a declared tool."""
+    function = entry.required_object("function")
+    name = function.required_text("name")
+    if name not in names:
+        function.refuse("name", "must name one of the tools")
+    return name

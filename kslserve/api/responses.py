@@ -37,7 +37,7 @@ def parse(body: bytes | dict[str, Any], defaults: SamplingParams) -> ResponsesRe
     _refuse_unsupported(fields)
     items = input_items(fields)
     table = _tools(fields, items)
-    choice, tool_name = tool_choice_of(fields, table)
+    choice = tool_choice_of(fields, table)
     history = History(table)
     for item in items:
         history.add(item)
@@ -51,8 +51,9 @@ def parse(body: bytes | dict[str, Any], defaults: SamplingParams) -> ResponsesRe
         model=model,
         messages=messages,
         tools=table.specs,
-        tool_choice=choice,
-        tool_name=tool_name,
+        tool_choice=choice.kind,
+        tool_name=choice.name,
+        allowed_tools=choice.allowed,
         parallel_tool_calls=True if parallel is None else parallel,
         sampling=sampling_of(fields, defaults, logprobs=_logprobs(fields)),
         max_tokens=fields.integer("max_output_tokens", low=1),

@@ -14,12 +14,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from kslserve.api.choice import ALLOWED, Choice, allowed_choice
 from kslserve.api.fields import Fields
 from kslserve.core.request import ToolChoice, ToolSpec
 from kslserve.errors import UnsupportedParameter
 
 CUSTOM_PARAMETER = "input"
 SEARCH_NAME = "tool_search"
+_CALLABLE = ("function", "custom", SEARCH_NAME)  # kinds that `tool_choice` may name
 
 # Characters that would end the name inside `<function=NAME>`.
 _NAME_BREAKERS = frozenset("<>\n\r")
@@ -177,25 +179,35 @@ def _spec(shown: str, tool: Declared) -> ToolSpec:
     return ToolSpec(shown, definition, parameters, deferred=tool.deferred, strict=tool.strict)
 
 
-def tool_choice_of(body: Fields, tools: ToolTable) -> tuple[ToolChoice, str | None]:
-    """`tool_choice` as (choice, shown name of the forced tool)."""
+def tool_choice_of(body: Fields, tools: ToolTable) -> Choice:
+    """`tool_choice`, with shown names."""
     value = body.raw("tool_choice")
     if value is None:
-        return ToolChoice.AUTO, None
+        return Choice()
     if isinstance(value, str):
         if value not in ("auto", "none", "required"):
-            body.refuse("tool_choice", "must be auto, none, required or a tool")
+            body.refuse("tool_choice", "must be auto, none, required, a tool or allowed_tools")
         if value == "required" and not tools.specs:
             body.refuse("tool_choice", "needs tools")
-        return ToolChoice(value), None
+        return Choice(ToolChoice(value))
     entry = body.object("tool_choice")
     assert entry is not None
     kind = entry.required_text("type")
-    if kind not in ("function", "custom", SEARCH_NAME):
+    if kind == ALLOWED:
+        # hosted tools are not offered, so that they may be called means nothing
+        offered = (tool for tool in entry.objects("tools") if tool.text("type") in _CALLABLE)
+        return allowed_choice(entry, [_named(tool, tools) for tool in offered])
+    if kind not in _CALLABLE:
         path = entry.at("type")
-        raise UnsupportedParameter(f"{path} must be function or custom.", param=path)
-    name = SEARCH_NAME if kind == SEARCH_NAME else entry.required_text("name")
+        raise UnsupportedParameter(f"{path} must be function, custom or {ALLOWED}.", param=path)
+    return Choice(ToolChoice.NAMED, _named(entry, tools))
+
+
+def _named(entry: Fields, tools: ToolTable) -> str:
+    """The shown name of an entry that refers to a tool."""
+    search = entry.text("type") == SEARCH_NAME
+    name = SEARCH_NAME if search else entry.required_text("name")
     shown = tools.shown(name, entry.text("namespace"))
     if shown not in tools:
-        entry.refuse("type" if kind == SEARCH_NAME else "name", "must name one of the tools")
-    return ToolChoice.NAMED, shown
+        entry.refuse("type" if search else "name", "must name one of the tools")
+    return shown

@@ -77,7 +77,8 @@ class Request:
     None means up to the window. ignore_eos: the model's own end of turn does not stop it. priority:
     lower runs first. reasoning_budget: most tokens of reasoning, None for no such limit. force: the
     answer that the model must give, end tags and calls as it would write them; only for servers
-    with test hooks. response_format: None for text."""
+    with test hooks. response_format: None for text. allowed_tools: names of the tools that may be
+    called, None for all; the prompt describes all of them either way, so it stays the same."""
 
     model: str
     messages: tuple[Message, ...]
@@ -99,3 +100,12 @@ class Request:
     reasoning_budget: int | None = None
     response_format: ResponseFormat | None = None
     force: str | None = None
+    allowed_tools: frozenset[str] | None = None
+
+    @property
+    def callable_tools(self) -> tuple[ToolSpec, ...]:
+        """The tools whose calls count."""
+        if self.tool_choice is ToolChoice.NONE:
+            return ()
+        allowed = self.allowed_tools
+        return tuple(t for t in self.tools if allowed is None or t.name in allowed)

@@ -12,7 +12,7 @@ from kslserve.text.detokenizer import Detokenizer
 
 def called(owner: Owner) -> Stage:
     """After a `<tool_call>` that begins a call."""
-    return Name(owner, opened=False) if owner.rules.strict else Text(owner)
+    return Name(owner, opened=False) if owner.rules.names_held else Text(owner)
 
 
 def in_call(owner: Owner, name: str, rest: str = "\n") -> Stage:
@@ -20,7 +20,7 @@ def in_call(owner: Owner, name: str, rest: str = "\n") -> Stage:
     tool = owner.rules.strict.get(name)
     if tool is not None:
         return _body_after(owner, tool, set(), rest)
-    return _LooseCall(owner, name) if owner.rules.strict else Text(owner)
+    return _LooseCall(owner, name) if owner.rules.names_held else Text(owner)
 
 
 def _body_after(owner: Owner, tool: ToolGrammar, given: set[str], rest: str) -> Stage:
@@ -158,7 +158,7 @@ class _FreeText(Stage):
 
 
 class _LooseCall(Stage):
-    """A call of a tool that is not strict, beside strict ones: the parser says where it ends."""
+    """A call of a tool that is not strict, while names are held: the parser says where it ends."""
 
     def __init__(self, owner: Owner, name: str) -> None:
         self._owner = owner

@@ -82,11 +82,11 @@ class Guides:
                 raise InvalidRequest(
                     f"{wanted.path} cannot be enforced: {error}.", param=wanted.path
                 ) from error
-        if not _calls(request):
+        rules.tools = {tool.name: tool for tool in request.callable_tools}
+        if not rules.tools:
             return rules
-        rules.tools = {tool.name: tool for tool in request.tools}
         for index, tool in enumerate(request.tools):
-            if is_strict(tool):
+            if tool.name in rules.tools and is_strict(tool):
                 try:
                     rules.strict[tool.name] = ToolGrammar(tool, kit.call_close, self.grammars)
                 except GrammarError as error:
@@ -95,6 +95,7 @@ class Guides:
                         f"{error}.",
                         param=f"tools[{index}]",
                     ) from error
+        rules.names_held = bool(rules.strict) or request.allowed_tools is not None
         rules.name_opened = request.tool_choice is ToolChoice.REQUIRED
         rules.call = request.tool_name if request.tool_choice is ToolChoice.NAMED else None
         return rules
@@ -111,15 +112,14 @@ class Guides:
             constraint.work()
 
 
-def _calls(request: Request) -> bool:
-    return bool(request.tools) and request.tool_choice is not ToolChoice.NONE
-
-
 def _wanted(request: Request, thinking_open: bool) -> bool:
     if request.response_format is not None:
         return True
     if request.reasoning_budget is not None and thinking_open:
         return True
-    if not _calls(request):
+    tools = request.callable_tools
+    if not tools:
         return False
-    return request.tool_choice is ToolChoice.REQUIRED or any(map(is_strict, request.tools))
+    if request.tool_choice is ToolChoice.REQUIRED or request.allowed_tools is not None:
+        return True
+    return any(map(is_strict, tools))

@@ -87,15 +87,18 @@ class Service:
         metrics: Metrics,
         *,
         recoveries: Recoveries | None = None,
+        recover: bool = True,
         test_hooks: bool = False,
     ) -> None:
-        """recoveries: None counts them and keeps no text. test_hooks: obey Request.force."""
+        """recoveries: None counts them and keeps no text. recover: read calls that stray from the
+        format. test_hooks: obey Request.force."""
         self.model = model
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.preparer = preparer
         self._guides = Guides(tokenizer, scheduler.vocab)
         self._recoveries = recoveries or Recoveries(metrics)
+        self._recover = recover
         self._test_hooks = test_hooks
         self._counts = _Counts(metrics)
         self._live: set[Tracked] = set()
@@ -138,7 +141,7 @@ class Service:
         new_call_id: Callable[[], str],
     ) -> Generation:
         seed = new_seed(request.sampling.seed)
-        tools_enabled = bool(request.tools) and request.tool_choice is not ToolChoice.NONE
+        tools = request.callable_tools
         # JSON has an end, whatever comes after it is not part of the answer.
         goes_on = request.ignore_eos and request.response_format is None
         stop_ids = () if goes_on else self.model.stop_ids
@@ -155,17 +158,17 @@ class Service:
             side=not request.tools and len(prepared.ids) < SIDE_PROMPT_TOKENS,
         )
         parser = OutputParser(
-            request.tools,
+            tools,
             thinking=prepared.thinking_open,
-            tools_enabled=tools_enabled,
+            tools_enabled=bool(tools),
             make_id=new_call_id,
             # An answer in a format may be an object that looks like a call.
-            recover=request.response_format is None,
+            recover=self._recover and request.response_format is None,
             keep_text=self._recoveries.keep_text,
         )
 
         def ended(generation: Tracked) -> None:
-            self._recoveries.took(parser.recovered, request.tools)
+            self._recoveries.took(parser.recovered, tools)
             self.ended(generation)
 
         generation = Generation(
@@ -177,7 +180,7 @@ class Service:
             max_new_tokens=prepared.max_new_tokens,
             stop_ids=stop_ids,
             seed=seed,
-            one_call=tools_enabled
+            one_call=bool(tools)
             and (request.tool_choice is ToolChoice.NAMED or not request.parallel_tool_calls),
             opening=prepared.opening,
             on_ended=ended,

@@ -68,15 +68,16 @@ def _id_of(tokenizer: Tokenizer, text: str) -> int:
 @dataclass(slots=True)
 class Rules:
     """What one generation is held to. reasoning: it starts inside of it; budget: most tokens there.
-    answer: matcher of the whole answer. tools: those on offer, none when calls are off; strict:
-    grammars by name. name_opened: it starts behind `<function=`; call: it starts inside a call of
-    this tool."""
+    answer: matcher of the whole answer. tools: those that may be called, none when calls are off;
+    names_held: a call must be of one of them. strict: grammars by name. name_opened: it starts
+    behind `<function=`; call: it starts inside a call of this tool."""
 
     reasoning: bool = False
     budget: int | None = None
     answer: LLMatcher | None = None
     tools: dict[str, ToolSpec] = field(default_factory=dict)
     strict: dict[str, ToolGrammar] = field(default_factory=dict)
+    names_held: bool = False
     name_opened: bool = False
     call: str | None = None
 

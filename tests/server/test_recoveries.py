@@ -41,3 +41,23 @@ def test_a_drift_over_the_wire(tmp_path: Path) -> None:
         assert metric_of(get_text(server.root + "/metrics"), name) == 1
     (line,) = corpus.read_text().splitlines()
     assert json.loads(line) == {"family": "json", "tools": ["read"], "text": CALL}
+
+
+def test_recovery_can_be_turned_off(tmp_path: Path) -> None:
+    """Bare JSON stays text then; calls as the template has them are calls."""
+    call = "<tool_call>\n<function=read>\n<parameter=path>\na.py\n</parameter>\n</function>\n"
+    outputs = [
+        {"chunks": [*CALL], "end": "stop", "thinking": False},
+        {"chunks": [call, "</tool_call>"], "end": "stop", "thinking": False},
+    ]
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": [TOOL]}
+    with serving(script_settings(tmp_path, outputs, recover_calls=False)) as server:
+        messages = []
+        for _ in outputs:
+            status, _, text = post(server, "/v1/chat/completions", json.dumps(body).encode())
+            assert status == 200
+            messages.append(json.loads(text)["choices"][0]["message"])
+    assert messages[0]["content"] == CALL
+    assert "tool_calls" not in messages[0]
+    (found,) = messages[1]["tool_calls"]
+    assert json.loads(found["function"]["arguments"]) == {"path": "a.py"}

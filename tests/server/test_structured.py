@@ -265,6 +265,23 @@ def test_a_required_call_names_a_declared_tool(client: openai.OpenAI) -> None:
     assert names <= {"edit_file", "read_file"}
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_a_call_of_an_allowed_tool_only(client: openai.OpenAI, mode: str) -> None:
+    """It would read a file; only the other tool may be called."""
+    allowed: Any = {"mode": mode, "tools": [{"type": "function", "function": {"name": "list"}}]}
+    other: Any = json.loads(json.dumps(READ))
+    other["function"]["name"] = "list"
+    names = []
+    for seed in range(3):
+        answer = client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": PROMPTS[2]}], tools=[READ, other],
+            tool_choice={"type": "allowed_tools", "allowed_tools": allowed},
+            temperature=0.7, seed=seed, max_tokens=400, extra_body=QUIET,
+        )  # fmt: skip
+        names += [c.function.name for c in answer.choices[0].message.tool_calls or ()]  # type: ignore[union-attr]
+    assert set(names) == {"list"}
+
+
 # ---------------------------------------------------------------- the other dialects
 
 

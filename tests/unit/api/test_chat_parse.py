@@ -222,6 +222,27 @@ def test_tool_choice() -> None:
     assert parse(tool_choice="none").tool_choice is ToolChoice.NONE
 
 
+def test_allowed_tools() -> None:
+    other = {"type": "function", "function": {"name": "cat"}}
+
+    def choice(*tools: Any, flat: bool = False, **fields: Any) -> tuple[ToolChoice, Any]:
+        inner = {**fields, "tools": list(tools)}
+        value = inner if flat else {"allowed_tools": inner}
+        request = parse(tools=[TOOL, other], tool_choice={"type": "allowed_tools", **value})
+        assert [tool.name for tool in request.tools] == ["ls", "cat"], "the prompt has all of them"
+        allowed = request.allowed_tools
+        shown = {tool.name for tool in request.callable_tools}
+        assert allowed is None or shown == allowed
+        return request.tool_choice, allowed
+
+    ls = {"type": "function", "function": {"name": "ls"}}
+    assert choice(ls, mode="auto") == (ToolChoice.AUTO, {"ls"})
+    assert choice(ls) == (ToolChoice.AUTO, {"ls"})
+    assert choice(ls, flat=True) == (ToolChoice.AUTO, {"ls"})
+    assert choice(ls, other, mode="required") == (ToolChoice.REQUIRED, {"ls", "cat"})
+    assert choice(mode="auto") == (ToolChoice.NONE, None)
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -285,7 +306,34 @@ def test_tool_choice() -> None:
         ({"tool_choice": "always"}, "tool_choice"),
         ({"tool_choice": 3}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.tools"),
+        ({"tool_choice": {"type": "custom"}}, "tool_choice.type"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": 1}}},
+            "tool_choice.allowed_tools.tools",
+        ),
+        (
+            {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "required", "tools": []},
+                }
+            },
+            "tool_choice.allowed_tools.tools",
+        ),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "any", "tools": []}},
+            "tool_choice.mode",
+        ),
+        (
+            {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "tools": [{"type": "function", "function": {"name": "rm"}}],
+                }
+            },
+            "tool_choice.tools[0].function.name",
+        ),
         (
             {"tool_choice": {"type": "function", "function": {"name": "rm"}}},
             "tool_choice.function.name",

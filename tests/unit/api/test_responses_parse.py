@@ -338,6 +338,24 @@ def test_tool_choice() -> None:
     assert choice(member) == (ToolChoice.NAMED, "spawn")
 
 
+def test_allowed_tools() -> None:
+    def choice(*tools: Any, **fields: Any) -> tuple[ToolChoice, Any]:
+        value = {"type": "allowed_tools", "tools": list(tools), **fields}
+        request = parse(tools=[LS, PATCH, SEARCH, AGENTS], tool_choice=value)
+        assert len(request.tools) > 3
+        return request.tool_choice, request.allowed_tools
+
+    ls = {"type": "function", "name": "ls"}
+    member = {"type": "function", "name": "spawn", "namespace": "agents"}
+    hosted = {"type": "web_search"}
+    assert choice(ls, mode="auto") == (ToolChoice.AUTO, {"ls"})
+    assert choice(ls, member, hosted) == (ToolChoice.AUTO, {"ls", "spawn"})
+    both = choice({"type": "custom", "name": "apply_patch"}, {"type": "tool_search"})
+    assert both == (ToolChoice.AUTO, {"apply_patch", "tool_search"})
+    assert choice(ls, mode="required") == (ToolChoice.REQUIRED, {"ls"})
+    assert choice(hosted) == (ToolChoice.NONE, None)
+
+
 # ---------------------------------------------------------------- refusals
 
 
@@ -380,7 +398,20 @@ def test_tool_choice() -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "rm"}}, "tool_choice.name"),
         ({"tool_choice": {"type": "tool_search"}}, "tool_choice.type"),
-        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.tools"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": []}},
+            "tool_choice.tools",
+        ),
+        (
+            {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "tools": [{"type": "function", "name": "rm"}],
+                }
+            },
+            "tool_choice.tools[0].name",
+        ),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),

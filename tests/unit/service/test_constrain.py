@@ -327,6 +327,43 @@ def test_required_masks_the_name_and_nothing_more() -> None:
         assert run.calls(opening)[0][1] == {"anything": "1"}
 
 
+OTHER = tool("other", {"text": {"type": "string"}}, strict=False)
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_only_allowed_tools_are_called(thinking: bool) -> None:
+    """Neither of the two is strict; the prompt shows both."""
+    wanted = request(tools=(LOOSE, OTHER), allowed_tools=frozenset({"other"}))
+    for seed in range(3):
+        run = Run(wanted, seed=seed, thinking=thinking)
+        assert run.guide.mask is None
+        if thinking:
+            run.say("a <tool_call>\n<function=loose> in thought</think>\n\n")
+        run.say("Let me see.\n<tool_call>")
+        while run.guide.mask is not None:
+            run.give(run.draw(allowed(run.guide.mask)))
+        assert run.text.endswith("<tool_call>\n<function=other>\n")
+        run.say("<parameter=text>\n<tool_call> is a tag\n</parameter>\n</function>\n")
+        assert run.guide.mask is None, "quoted calls are text"
+        run.say("</tool_call>\n<tool_call>")
+        assert run.guide.mask is not None, "the next call is looked at again"
+
+
+def test_a_required_call_of_an_allowed_tool() -> None:
+    wanted = request(
+        tools=(LOOSE, OTHER, EDIT),
+        tool_choice=ToolChoice.REQUIRED,
+        allowed_tools=frozenset({"other", "edit"}),
+    )
+    seen = set()
+    for seed in range(12):
+        run = Run(wanted, seed=seed)
+        while run.guide.mask is not None and not run.text.endswith(">\n"):
+            run.give(run.draw(allowed(run.guide.mask)))
+        seen.add(run.text)
+    assert seen == {"other>\n", "edit>\n"}
+
+
 def test_named_strict_tool_starts_inside_its_call() -> None:
     run = Run(
         request(tools=(EDIT, LOOSE), tool_choice=ToolChoice.NAMED, tool_name="edit"),
@@ -412,6 +449,8 @@ async def test_requests_without_rules_have_no_guide() -> None:
     assert await guides().make(loose, thinking_open=True) is None
     assert await guides().make(request(reasoning_budget=5), thinking_open=False) is None
     assert await guides().make(request(reasoning_budget=5), thinking_open=True) is not None
+    few = request(tools=(LOOSE, EDIT), allowed_tools=frozenset({"loose"}))
+    assert await guides().make(few, thinking_open=False) is not None
     none = request(tools=(EDIT,), tool_choice=ToolChoice.NONE)
     assert await guides().make(none, thinking_open=True) is None
 
