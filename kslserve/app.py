@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TextIO, TypeVar
 
 from kslserve import __version__, config, log
@@ -31,10 +32,12 @@ from kslserve.sched.cache.disktier import Disk
 from kslserve.sched.cache.saves import CachePolicy
 from kslserve.sched.scheduler import SchedLimits, Scheduler
 from kslserve.sched.spec.policy import SpecPolicy
+from kslserve.service.echo import EchoTable, Turn
 from kslserve.service.prepare import Preparer
 from kslserve.service.recoveries import Recoveries
 from kslserve.service.service import Service
 from kslserve.service.state import Phase, ServerState
+from kslserve.service.turnstore import TurnStore
 from kslserve.startup.backend import Backend, open_backend
 from kslserve.watchdog import Watchdog
 
@@ -163,12 +166,14 @@ class App:
             self.metrics,
             on_fatal=self._fatal,
         )
-        if backend.disk is not None and backend.scan is not None:
+        echo = EchoTable()
+        for turn, context in backend.kept:
+            echo.record(turn, context)
+        if backend.disk is not None and backend.scan is not None and backend.turns is not None:
             self._disk_thread = DiskThread()
-            scheduler.use_disk(
-                Disk(backend.disk, self._disk_thread, settings.prefix_cache_disk_bytes),
-                backend.scan,
-            )
+            room = settings.prefix_cache_disk_bytes - 2 * backend.turns.max_bytes
+            scheduler.use_disk(Disk(backend.disk, self._disk_thread, room), backend.scan)
+            echo.on_record = partial(_keep_turn, self._disk_thread, backend.turns)
         scheduler.start()
         self._service = self.state.service = Service(
             backend.model,
@@ -179,6 +184,7 @@ class App:
                 scheduler.window,
                 preserve=settings.preserve_thinking,
                 queue_max=settings.max_requests,
+                echo=echo,
             ),
             scheduler,
             self.metrics,
@@ -214,6 +220,7 @@ class App:
             await service.scheduler.flush(_CACHE_FLUSH_S)
             service.scheduler.close()
         if self._disk_thread is not None:
+            await self._disk_thread.settle(_FLUSH_S)
             self._disk_thread.close()
         if self.engine is not None:
             self.engine.close()
@@ -301,6 +308,16 @@ async def _in_thread(work: Callable[[], T], name: str) -> T:
 
     threading.Thread(target=body, name=name, daemon=True).start()
     return await future
+
+
+def _keep_turn(thread: DiskThread, turns: TurnStore, turn: Turn, context: bytes) -> None:
+    """Write a generated turn beside the checkpoints."""
+
+    def written(result: Any, error: Exception | None) -> None:
+        if error is not None:
+            _log.warning("a generated turn could not be written", error=repr(error))
+
+    thread.run(lambda: turns.append(turn, context), written)
 
 
 def _http_limits(settings: Settings) -> HttpLimits:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,10 +38,12 @@ class Turn:
 
 
 class EchoTable:
-    """max_bytes bounds what is kept; the least recently used turns go first. Safe to use from
-    several threads."""
+    """max_bytes bounds what is kept; the least recently used turns go first. on_record: may be set
+    to hear of each turn and its context, where it was recorded. Safe to use from several
+    threads."""
 
     def __init__(self, max_bytes: int = TABLE_BYTES) -> None:
+        self.on_record: Callable[[Turn, bytes], None] | None = None
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._bytes = 0
@@ -59,6 +61,8 @@ class EchoTable:
         size = _size(turn)
         if size > self._max_bytes:
             return
+        if self.on_record is not None:
+            self.on_record(turn, context)
         with self._lock:
             self._numbers += 1
             keys = _keys(turn, context)

@@ -62,13 +62,14 @@ class Preparer:
         *,
         preserve: bool = True,
         queue_max: int = 256,
+        echo: EchoTable | None = None,
     ) -> None:
         self.context = context
         self._tokenizer = tokenizer
         self._template = template
         self._preserve = preserve
         self._queue_max = queue_max
-        self.echo = EchoTable()
+        self.echo = EchoTable() if echo is None else echo
         self._segments = SegmentCache(tokenizer)
         self._pending = 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="prepare")

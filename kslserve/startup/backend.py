@@ -23,6 +23,7 @@ from kslserve.ksl.open import open_model, open_source
 from kslserve.sched.cache.diskstore import DiskStore, Scan, StateSizes
 from kslserve.sched.spec.policy import SpecPolicy
 from kslserve.service.model import ServedModel
+from kslserve.service.turnstore import Kept, TurnStore
 from kslserve.startup.device import free_bytes, open_library, place
 from kslserve.startup.lines import describe
 from kslserve.startup.pools import kv_format, plan_pools
@@ -37,8 +38,8 @@ FALLBACK_TEMPLATE = "3.5"
 @dataclass(frozen=True, slots=True)
 class Backend:
     """Everything that serving needs and that takes time to make. drafts: None for no speculation.
-    disk, scan: the disk tier and what it holds, where there is one. lines: for the start
-    message."""
+    disk, scan, turns, kept: the disk tier and what it holds, where there is one. lines: for the
+    start message."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -47,6 +48,8 @@ class Backend:
     drafts: SpecPolicy | None
     disk: DiskStore | None
     scan: Scan | None
+    turns: TurnStore | None
+    kept: list[Kept]
     lines: tuple[str, ...]
 
 
@@ -85,8 +88,13 @@ def open_backend(settings: Settings, log_line: Callable[[str], None]) -> Backend
         )
         lines = tuple(describe(model, engine.info, served, template.version, notes, drafts))
         disk = _open_disk(settings, identity, engine.info)
-        scan = disk.scan() if disk is not None else None
-    return Backend(engine, tokenizer, template, served, drafts, disk, scan, lines)
+        scan, turns, kept = None, None, []
+        if disk is not None:
+            scan = disk.scan()
+            size = settings.prefix_cache_disk_bytes
+            turns = TurnStore(disk.folder, disk.sizes.fingerprint, size)
+            kept = turns.load()
+    return Backend(engine, tokenizer, template, served, drafts, disk, scan, turns, kept, lines)
 
 
 def _tokenizer(settings: Settings, model: ModelFile, notes: list[str]) -> Tokenizer:

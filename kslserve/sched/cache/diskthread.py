@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -28,6 +29,13 @@ class DiskThread:
                 loop.call_soon_threadsafe(done, result, error)
 
         self._worker.submit(body)
+
+    async def settle(self, timeout_s: float) -> None:
+        """Wait until everything that was given to it is done, or the time is over."""
+        settled = asyncio.Event()
+        self.run(lambda: None, lambda result, error: settled.set())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(settled.wait(), timeout_s)
 
     def close(self) -> None:
         """Drop what has not begun, finish what has."""

@@ -54,15 +54,16 @@ def chance(kind: Kind, node: Node, hits: int, age: int) -> float:
 
 def durability(checkpoint: Checkpoint) -> float:
     """A relative likelihood that it is adopted much later, perhaps after a restart; 0 for one that
-    is not worth a copy below the device. By then the exact ids of answers may be forgotten, so the
-    last stable boundary of a conversation counts more than the end of its last answer."""
+    is not worth a copy below the device. The next turn of a conversation goes on from the end of
+    the last answer, whose exact ids are kept as long; the boundary before that answer is for
+    clients that change it."""
     node = checkpoint.node
     branches = sum(1 for child in node.children.values() if child.total)
-    if checkpoint.kind in (Kind.STABLE, Kind.PROMPT) and node.below <= 1:
-        return 1.0
+    if not branches:
+        return 1.0 if checkpoint.kind is not Kind.INTERVAL else 0.0
     if checkpoint.kind is Kind.SYSTEM or branches > 1:
         return 0.5
-    return 0.4 if not branches and checkpoint.kind is not Kind.INTERVAL else 0.0
+    return 0.4 if checkpoint.kind in (Kind.STABLE, Kind.PROMPT) and node.below <= 1 else 0.0
 
 
 def lasting(checkpoint: Checkpoint) -> bool:
