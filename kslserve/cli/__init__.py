@@ -1,8 +1,8 @@
 """The command line: commands, the flags made from the settings table, and exit statuses.
 
-Exit status 0: done; 1: `inspect` found a file that is not whole; 2: a usage error, told in one
-sentence; 130: `convert` was interrupted. Heavy modules are imported by the command that needs them,
-so that `--help` is instant.
+Exit status 0: done; 1: `inspect` found a file that is not whole, or `selftest` a wrong result; 2: a
+usage error, told in one sentence; 130: `convert` was interrupted. Heavy modules are imported by the
+command that needs them, so that `--help` is instant.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ COMMANDS = {
     "serve": "serve a model over HTTP (the default command)",
     "convert": "write a model as one file; migrate a TQF1 file",
     "inspect": "describe and check a model file; plan its memory",
+    "selftest": "compare a backend with the reference on this machine, and time it",
 }
 
 
@@ -50,6 +51,12 @@ def run(arguments: Sequence[str]) -> int:
             parser = Parser(prog="kslserve inspect", description=COMMANDS["inspect"])
             inspect.add_arguments(parser)
             return inspect.run(parser.parse_args(arguments))
+        if command == "selftest":
+            from kslserve.cli import selftest
+
+            parser = Parser(prog="kslserve selftest", description=COMMANDS["selftest"])
+            selftest.add_arguments(parser)
+            return selftest.run(parser.parse_args(arguments))
         return _serve(arguments)
     except UsageError as error:
         print(f"kslserve: {error}", file=sys.stderr)

@@ -45,10 +45,16 @@ class CudaLibrary:
 
         self._free = self._handle.ksl_cuda_free_bytes
         self._free.restype = ctypes.c_uint64
+        self._read = self._handle.ksl_cuda_read_bandwidth
+        self._read.restype, self._read.argtypes = ctypes.c_double, [ctypes.c_size_t]
 
     def free_bytes(self) -> int:
         """Free memory of the device; 0 where it cannot be asked."""
         return int(self._free())
+
+    def read_bandwidth(self, size: int) -> float:
+        """Bytes per second at which a plain kernel reads `size` bytes; 0 where it cannot run."""
+        return max(float(self._read(size)), 0.0)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(lib, name)

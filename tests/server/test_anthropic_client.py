@@ -87,6 +87,7 @@ def test_a_stream_says_the_same(client: anthropic.Anthropic) -> None:
         # How much of the prompt was known differs from one request to the next.
         usage = message["usage"]
         usage["input_tokens"] += usage.pop("cache_read_input_tokens")
+        usage["input_tokens"] += usage.pop("cache_creation_input_tokens")
     assert whole == streamed
 
 
@@ -168,7 +169,11 @@ def test_counts(client: anthropic.Anthropic) -> None:
     """A count is what a real request is told, also for 24 at a time and for more than fits."""
     options: Any = {"model": "m", "system": "Short.", "messages": SUM, "tools": [READ_FILE]}
     usage = client.messages.create(**options, max_tokens=1).usage
-    real = usage.input_tokens + (usage.cache_read_input_tokens or 0)
+    real = (
+        usage.input_tokens
+        + (usage.cache_read_input_tokens or 0)
+        + (usage.cache_creation_input_tokens or 0)
+    )
     with ThreadPoolExecutor(24) as pool:
         jobs = [pool.submit(client.messages.count_tokens, **options) for _ in range(24)]
         assert {job.result().input_tokens for job in jobs} == {real}

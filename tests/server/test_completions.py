@@ -23,7 +23,7 @@ from tests.server.serving import Server, serving
 GOLDEN = Path(__file__).resolve().parents[1] / "data/golden/g1-tied"
 LIMIT_S = 30
 PROMPT = "The capital of France is Paris. Zürich ist 美しい."
-SETTINGS = Settings(context=1024, max_seqs=4, wave_columns=16, kv="f32")
+SETTINGS = Settings(context=1024, max_seqs=4, wave_columns=16, kv="f32", activations="float")
 
 
 @pytest.fixture(scope="module")

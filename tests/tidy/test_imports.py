@@ -29,6 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "service": LEVEL0 | {"text", "parse", "sched", "engine.types"},
     "api": LEVEL0 | {"http.message", "http.sse", "http.router", "service"},
     "watchdog": LEVEL0,
+    "selftest": LEVEL0 | {"engine", "ksl"},
     "startup": {"*"},
     "app": {"*"},
     "cli": {"*"},

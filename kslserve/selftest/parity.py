@@ -1,0 +1,110 @@
+"""A backend against the scalar reference of the CPU: the logits of rows of every kind.
+
+Both engines get the same ids, so that a difference shows where it arises and grows no further than
+one sequence. The reference computes in float32, on weights decoded exactly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kslserve.engine.model import ModelSpec, PoolSizes, TensorArg
+from kslserve.engine.native import NativeEngine
+from kslserve.engine.types import Draft, Row, RowKind
+from kslserve.selftest.waves import Ids, Waves, given
+
+SIZES = PoolSizes(
+    slots=6, slabs=6, blocks=192, block_tokens=16, blocks_per_slot=32, wave_columns=384
+)
+LONG = (
+    300  # columns of the long prompt: several tiles of every kernel, none of them full at the end
+)
+SHORT = ("decode", "decode of 5", "drafts")
+STEPS = 10
+DRAFTS = 7
+# Relative L2 distance of logits after four layers. A wrong lane, scale or sign is of the order of
+# 1, one lane of 32 a quarter. Exact arithmetic differs by the order of its sums; int8 or e4m3
+# activations, of values as random as these, by a tenth.
+EXACT = 1e-3
+QUANTIZED = 0.2
+EXACT_ACTIVATIONS = ("float", "f16x2")
+
+Opener = Callable[[ModelSpec, list[TensorArg], PoolSizes], NativeEngine]
+F32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """rows: how the columns were computed. error: relative L2 distance of their logits. limit: of
+    what is right. same_best: share of columns whose best id is the reference's."""
+
+    rows: str
+    error: float
+    limit: float
+    same_best: float
+
+    @property
+    def right(self) -> bool:
+        return self.error <= self.limit
+
+
+def compare(
+    subject: Opener, reference: Opener, spec: ModelSpec, tensors: list[TensorArg], seed: int
+) -> list[Parity]:
+    """Both engines over one script. Raises what opening and running an engine raises."""
+    ids = np.random.default_rng(seed).integers(0, spec.token_limit, LONG + 64).astype(np.int32)
+    engine = subject(spec, tensors, SIZES)
+    exact = engine.info.activation in EXACT_ACTIVATIONS
+    on_cpu = bool(engine.info.threads)
+    found = asyncio.run(_logits(engine, ids))
+    expected = asyncio.run(_logits(reference(spec, tensors, SIZES), ids))
+    results = []
+    for rows in expected:
+        # A device may quantize the activations of its wide waves.
+        limit = EXACT if exact and (on_cpu or rows in SHORT) else QUANTIZED
+        results.append(_distance(rows, found[rows], expected[rows], limit))
+    return results
+
+
+def _distance(rows: str, found: F32, expected: F32, limit: float) -> Parity:
+    if found.shape != expected.shape or not np.isfinite(found).all():
+        return Parity(rows, float("inf"), limit, 0.0)
+    error = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+    same = float(np.mean(found.argmax(axis=1) == expected.argmax(axis=1)))
+    return Parity(rows, error, limit, same)
+
+
+async def _logits(engine: NativeEngine, ids: Ids) -> dict[str, F32]:
+    """Logits [columns, vocab] by kind of row."""
+    vocab = engine.info.vocab
+    out: dict[str, list[F32]] = {}
+
+    def keep(rows: str, tap: F32) -> None:
+        out.setdefault(rows, []).append(tap.reshape(-1, vocab).copy())
+
+    with Waves(engine) as waves:
+        await waves.begin(range(6))
+        # One sequence token by token; then five at once.
+        for at in range(STEPS):
+            done = await waves.run(rows=[given(0, at, ids[at : at + 1])], taps=("logits",))
+            keep("decode", done.taps["logits"])
+        for at in range(STEPS):
+            rows = [given(slot, at, ids[at + slot : at + slot + 1]) for slot in range(1, 6)]
+            done = await waves.run(rows=rows, taps=("logits",))
+            keep("decode of 5", done.taps["logits"])
+        drafts = ids[STEPS : STEPS + 1 + DRAFTS]
+        row = Row(RowKind.VERIFY, 0, 0, STEPS, len(drafts), drafts, draft=Draft.GIVEN)
+        done = await waves.run(rows=[row], taps=("logits",))
+        keep("drafts", done.taps["logits"])
+        await waves.begin([0, 1])
+        done = await waves.run(rows=[given(0, 0, ids[:LONG])], taps=("logits",))
+        keep("prompt", done.taps["logits"])
+        rows = [given(0, LONG, ids[LONG : LONG + 41]), given(1, 0, ids[:1])]
+        done = await waves.run(rows=rows, taps=("logits",))
+        keep("prompt beside decode", done.taps["logits"])
+    return {rows: np.concatenate(parts) for rows, parts in out.items()}
