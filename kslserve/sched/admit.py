@@ -2,7 +2,8 @@
 
 A request enters when a slot, a slab and the blocks of its whole prompt and output can be had, so
 nothing can run out of memory half way. Order: lower priority number, then side requests, then
-arrival. Where the first in order does not fit, side requests behind it may still enter. A request
+arrival. Where the first in order does not fit, side requests behind it may still enter, and so
+may those of which little is left to compute, such as the next turn of a conversation. A request
 that waits for another one's checkpoint steps aside meanwhile. Ageing bounds overtaking: a request
 that was overtaken OVERTAKES_MAX times goes before all others and nobody passes it."""
 
@@ -46,11 +47,16 @@ def order(queue: Iterable[Waiting]) -> list[Waiting]:
     )
 
 
-def choose(queue: Iterable[Waiting], judge: Callable[[Waiting], Verdict]) -> Waiting | None:
-    """Who enters next, or None. Asks for verdicts in order, and only as far as it needs them."""
+def choose(
+    queue: Iterable[Waiting],
+    judge: Callable[[Waiting], Verdict],
+    is_short: Callable[[Waiting], bool],
+) -> Waiting | None:
+    """Who enters next, or None. is_short: little of it is left to compute. Asks in order, and only
+    as far as it needs answers."""
     head = None
     for waiting in order(queue):
-        if head is not None and not waiting.side:
+        if head is not None and not (waiting.side or is_short(waiting)):
             continue
         verdict = judge(waiting)
         if verdict is Verdict.FITS:

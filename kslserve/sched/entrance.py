@@ -26,6 +26,7 @@ from kslserve.sched.sequence import Sequence
 DONORS_MAX = 4  # running prompts that one sequence waits for, one after the other
 PREEMPTIONS_MAX = 2  # times that one sequence gives way
 DONOR_GAIN = 64  # positions that waiting has to save
+SHORT_TOKENS = 256  # uncovered positions of what may pass one that does not fit
 
 
 class Waiter:
@@ -77,7 +78,11 @@ class Entrance:
         entries = [
             Waiting(n, s.job.priority, s.job.side, s.overtaken) for n, s in self._queue.items()
         ]
-        chosen = choose(entries, lambda w: self._judge(self._queue[w.number]))
+        chosen = choose(
+            entries,
+            lambda w: self._judge(self._queue[w.number]),
+            lambda w: self._is_short(self._queue[w.number]),
+        )
         if chosen is None:
             return None
         sequence = self._queue.pop(chosen.number)
@@ -125,6 +130,17 @@ class Entrance:
             self._cache.tiers.forget(waiter)
 
     # ------------------------------------------------------------ one sequence
+
+    def _is_short(self, sequence: Sequence) -> bool:
+        """Whether a checkpoint leaves little of its prompt to compute, as of the last look."""
+        waiter = self._waiters.setdefault(sequence.number, Waiter())
+        if waiter.match is None:
+            waiter.match = self._cache.match(sequence.ids)
+            waiter.version = self._cache.index.version
+        found = waiter.match.found
+        if not found or sequence.job.score:
+            return False
+        return len(sequence.ids) - found[-1].position <= SHORT_TOKENS
 
     def _judge(self, sequence: Sequence) -> Verdict:
         waiter = self._waiters.setdefault(sequence.number, Waiter())

@@ -21,6 +21,7 @@ def enter(
     blocks: int,
     needs: dict[int, int],
     waits: frozenset[int] = frozenset(),
+    short: frozenset[int] = frozenset(),
 ) -> list[int]:
     """Numbers of those that enter, one after the other, as long as places and blocks last."""
     entered: list[int] = []
@@ -31,7 +32,7 @@ def enter(
         return Verdict.FITS if needs.get(entry.number, 2) <= blocks else Verdict.FULL
 
     while len(entered) < places:
-        chosen = choose(queue, judge)
+        chosen = choose(queue, judge, lambda w: w.number in short)
         if chosen is None:
             break
         entered.append(chosen.number)
@@ -72,6 +73,14 @@ def test_only_side_requests_pass_one_that_does_not_fit() -> None:
     assert enter(queue, 4, 9, {1: 9}) == [1]
 
 
+def test_one_of_which_little_is_left_passes_one_that_does_not_fit() -> None:
+    queue = [waiting(1), waiting(2), waiting(3)]
+    assert enter(queue, 4, 5, {1: 9}, short=frozenset({3})) == [3]
+    assert enter(queue, 4, 9, {1: 9}, short=frozenset({3})) == [1]
+    old = [waiting(1, overtaken=OVERTAKES_MAX), *queue[1:]]
+    assert enter(old, 4, 5, {1: 9}, short=frozenset({3})) == []
+
+
 def test_anybody_passes_one_that_waits_for_a_checkpoint() -> None:
     queue = [waiting(1), waiting(2), waiting(3)]
     assert enter(queue, 4, 100, {}, frozenset({1})) == [2, 3]
@@ -95,7 +104,7 @@ def test_verdicts_are_asked_for_only_as_far_as_needed() -> None:
         return Verdict.FULL if entry.number == 1 else Verdict.FITS
 
     queue = [waiting(1), waiting(2), waiting(3, side=1, priority=1), waiting(4, priority=2)]
-    assert choose(queue, judge) == queue[2]
+    assert choose(queue, judge, lambda w: False) == queue[2]
     assert asked == [1, 3]
 
 

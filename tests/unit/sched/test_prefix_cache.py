@@ -164,6 +164,28 @@ def test_one_that_matters_more_gets_the_place() -> None:
     w.check_all_free()
 
 
+def test_the_next_turn_passes_a_prompt_that_does_not_fit() -> None:
+    """And a new prompt does not; nor does anybody pass when there is room."""
+    small = replace(ROOMY, blocks=24)
+    for blocks_of_first, order in ((15, ["turn", "large", "new"]), (1, ["large", "new", "turn"])):
+        w = world(sizes=small)
+        one = w.submit(ask(text(40, 1), 5))
+        w.run()
+        came: list[str] = []
+
+        def named(name: str, ids: np.ndarray, new: int, w: World = w, came: Any = came) -> None:
+            w.submit(ask(ids, new), lambda e, _: came.append(name) if e == "admitted" else None)
+
+        w.submit(ask(text(20, 2), 16 * blocks_of_first - 20 if blocks_of_first > 1 else 2))
+        w.run(until=w.clock.now() + 0.02)
+        named("large", text(200, 3), 30)
+        named("new", text(50, 4), 20)
+        named("turn", then(text(40, 1), one.ids, text(5, 5)), 3)
+        w.run()
+        assert came == order
+        w.check_all_free()
+
+
 def test_it_gives_way_a_bounded_number_of_times() -> None:
     w = world(limits={"max_seqs": 1})
     low = w.submit(ask(text(60, 1), 60, priority=1, sampling=job().sampling))
