@@ -1,6 +1,7 @@
 """Host CPU time per streamed token: the whole server path with an engine that costs nothing.
 
     python -m bench.python_overhead [--streams 1,8,32] [--tokens 4000] [--repeat 3] [--save]
+        [-- FLAGS OF THE SERVER]
 
 Starts `python -m kslserve --engine fake`, streams to N clients at once and divides the server
 process's CPU time by the tokens. The baseline of the same run is a server
@@ -114,6 +115,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4000)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--save", action="store_true")
+    parser.add_argument("flags", nargs="*", help="flags of the server, after --")
     parser.add_argument("--baseline", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.baseline:
@@ -135,7 +137,7 @@ def main() -> None:
         ).encode()
         server = [
             sys.executable, "-m", "kslserve", "--engine", "fake", "--port", "0",
-            "--max-seqs", str(max(8, streams)), "--log-level", "warning",
+            "--max-seqs", str(max(8, streams)), "--log-level", "warning", *args.flags,
         ]  # fmt: skip
         bare = [
             sys.executable, "-m", "bench.python_overhead", "--baseline", str(streams),

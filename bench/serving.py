@@ -2,6 +2,7 @@
 time.
 
     python -m bench.serving [--prompt 100] [--streams 1,4] [--tokens 200] [--repeat 15] [--save]
+        [-- FLAGS OF THE SERVER]
 
 `ratio` of first_token is the wall time over the prompt's prefill time as the engine reports it in
 the same run (what the host adds); of decode, tokens per second over the engine's alone.
@@ -72,22 +73,22 @@ async def measure(port: int, args: argparse.Namespace, report: Report) -> None:
     words = max(1, round(words * words / usage["prompt_tokens"]))  # words to the wanted tokens
     firsts, waves = [], []
     for i in range(args.repeat):
-        before = metric(port, "wave_ms_sum")
+        before = metric(port, "wave_seconds_sum")
         first, _, usage = await ask(port, body(words, 1, i + 1))
         firsts.append(first * 1e3)
-        waves.append(metric(port, "wave_ms_sum") - before)
+        waves.append((metric(port, "wave_seconds_sum") - before) * 1e3)
     report.add(
         "first_token", prompt_tokens=usage["prompt_tokens"], ms=median(firsts),
         engine_ms=median(waves), ratio=median(firsts) / median(waves), of="engine prefill time",
     )  # fmt: skip
     for streams in (int(s) for s in args.streams.split(",")):
-        before = (metric(port, "wave_ms_sum"), metric(port, 'tokens_total{kind="generated"}'))
+        before = (metric(port, "wave_seconds_sum"), metric(port, 'tokens_total{kind="generated"}'))
         began = time.perf_counter()
         await asyncio.gather(
             *(ask(port, body(20, args.tokens, 1000 * streams + s)) for s in range(streams))
         )
         wall = time.perf_counter() - began
-        engine_s = (metric(port, "wave_ms_sum") - before[0]) / 1e3
+        engine_s = metric(port, "wave_seconds_sum") - before[0]
         tokens = metric(port, 'tokens_total{kind="generated"}') - before[1]
         report.add(
             "decode_http", streams=streams, tok_s=tokens / wall, engine_tok_s=tokens / engine_s,
@@ -102,9 +103,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--save", action="store_true")
+    parser.add_argument("flags", nargs="*", help="flags of the server, after --")
     args = parser.parse_args()
     report = Report("serving")
-    process, port = start([sys.executable, "-m", "kslserve", "--port", "0", "--log-level", "error"])
+    process, port = start(
+        [sys.executable, "-m", "kslserve", "--port", "0", "--log-level", "error", *args.flags]
+    )
     try:
         with asyncio.Runner(loop_factory=new_loop) as runner:
             runner.run(measure(port, args, report))

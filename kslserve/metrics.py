@@ -121,7 +121,7 @@ class Metrics:
                     total += count
                     label = bound if isinstance(bound, str) else f"{bound:g}"
                     lines.append(f'{full}_bucket{{le="{label}"}} {total}')
-                lines.append(f"{full}_sum {metric.sum:g}")
+                lines.append(f"{full}_sum {metric.sum:.15g}")
                 lines.append(f"{full}_count {metric.count}")
             elif isinstance(metric, Labelled):
                 lines.append(f"# TYPE {full} {metric.kind}")
