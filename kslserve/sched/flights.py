@@ -68,7 +68,9 @@ class Flights:
             if not roster.running and not tiers.ready:
                 return
             if tiers.ready or not outgoing.steady:
-                budget = Budget(self._columns, self._cost.chunk)
+                decoding = any(not sequence.prompt_left for sequence in roster.running)
+                chunk = self._cost.chunk if decoding else self._cost.alone
+                budget = Budget(self._columns, chunk)
                 if roster.guided:
                     self._wait_for_masks()
                 outgoing.plan(roster.running, budget, one_newcomer=self._careful)

@@ -5,6 +5,8 @@ wave reads anyway. Prompt columns fill the rest, so many that the wave takes abo
 at most that long does a decoding sequence, or a cancellation, wait for it. Where even a wave
 without prompt columns takes longer than the target, prompts may double that time, so that a slow
 machine does not read all its weights for a handful of columns; `decode_gap_ms` bounds the doubling.
+While nobody decodes, waves may take all of `decode_gap_ms`: larger ones cost less per column, and
+only a newcomer or a cancellation waits for them.
 """
 
 from __future__ import annotations
@@ -60,16 +62,18 @@ def share(prompt_left: Sequence[int], last_served: Sequence[int], budget: Budget
 class WaveCost:
     """Moving estimate of wave time = base + columns * slope, in milliseconds, and the prompt
     columns that follow from it. Estimates are a least-squares line over waves with fading
-    weights."""
+    weights.
 
-    __slots__ = ("_n", "_x", "_xx", "_xy", "_y", "chunk", "gap_ms", "most", "target_ms")
+    chunk: prompt columns of the next wave that has any, beside decode rows; alone: without."""
+
+    __slots__ = ("_n", "_x", "_xx", "_xy", "_y", "alone", "chunk", "gap_ms", "most", "target_ms")
 
     def __init__(self, target_ms: float, gap_ms: float, most: int) -> None:
         self.target_ms = target_ms
         self.gap_ms = gap_ms
         self.most = most
-        # Prompt columns of the next wave that has any. Small at first: nothing is measured yet.
-        self.chunk = min(CHUNK_START, most)
+        # Small at first: nothing is measured yet.
+        self.chunk = self.alone = min(CHUNK_START, most)
         self._n = self._x = self._y = self._xx = self._xy = 0.0
 
     def line(self) -> tuple[float, float]:
@@ -93,14 +97,20 @@ class WaveCost:
         self._xy = self._xy * FORGET + columns * ms
         if not prompt_columns:
             return
+        longest = max(self.gap_ms, self.target_ms)
+        beside = min(max(self.target_ms, 2.0 * self.line()[0]), longest)
+        self.chunk = self._next(self.chunk, beside, prompt_columns, ms)
+        self.alone = self._next(self.alone, longest, prompt_columns, ms)
+
+    def _next(self, chunk: int, allowed_ms: float, prompt_columns: int, ms: float) -> int:
+        """The chunk that follows one, after a wave."""
         base, slope = self.line()
-        allowed = min(max(self.target_ms, 2.0 * base), max(self.gap_ms, self.target_ms))
-        if ms > allowed:
+        if ms > allowed_ms and prompt_columns <= chunk:
             chunk = prompt_columns // 2
         else:
             # Growth is bounded: the line says little about waves much larger than any seen.
-            chunk = min(self._fits(AIM * allowed - base, slope), 2 * max(self.chunk, CHUNK_MIN))
-        self.chunk = max(min(CHUNK_MIN, self.most), min(chunk, self.most))
+            chunk = min(self._fits(AIM * allowed_ms - base, slope), 2 * max(chunk, CHUNK_MIN))
+        return max(min(CHUNK_MIN, self.most), min(chunk, self.most))
 
     def _fits(self, room_ms: float, slope: float) -> int:
         """Columns that take `room_ms`, at most `most`."""

@@ -58,6 +58,22 @@ def test_chunk_settles_where_a_wave_takes_its_target(base: float, slope: float) 
     assert cost.chunk == 512 or took >= 0.6 * allowed
 
 
+@pytest.mark.parametrize(("base", "slope"), [(1.0, 0.05), (5.0, 2.0), (20.0, 1.0)])
+def test_waves_without_decode_rows_may_take_the_whole_gap(base: float, slope: float) -> None:
+    """And the chunk beside decode rows stays where it was."""
+    cost = WaveCost(50.0, 250.0, 512)
+    for i in range(60):
+        cost.observe(cost.alone, cost.alone, base + slope * cost.alone)
+        if i % 3 == 0:
+            cost.observe(2, 0, base + slope * 2)
+    took = base + slope * cost.alone
+    assert took <= 250.0
+    assert cost.alone == 512 or took >= 0.6 * 250.0
+    beside = base + slope * (cost.chunk + 2)
+    assert beside <= 50.0 + slope * CHUNK_MIN
+    assert cost.chunk == 512 or beside >= 0.6 * 50.0
+
+
 def test_chunk_halves_when_a_wave_is_too_long() -> None:
     cost = WaveCost(50.0, 250.0, 512)
     assert cost.chunk == CHUNK_START
