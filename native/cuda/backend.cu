@@ -149,11 +149,33 @@ void run_op(Backend *b, const ksl_op *op) {
 
 // Tiles of attention of a long row. Those with most keys come first, so that no late one is alone.
 void add_tiles(Backend *b, const RowInfo *row, int n) {
+  if (b->spec->kv_layers == 0) return;
   const int columns = kFlashRows / (b->spec->heads / b->spec->kv_heads);
   for (int first = (n - 1) / columns * columns; first >= 0; first -= columns) {
     const int left = n - first;
     b->tiles[b->n_tiles++] = {row->column + first, left < columns ? left : columns,
                               row->start + first, row->slot};
+  }
+}
+
+// Chunks of a long row, which end at its cuts, and its runs: one in every batch.
+void add_chunks(Backend *b, const RowInfo *row, int index) {
+  for (int at = 0, cut = 0; at < row->n;) {
+    const int end = cut < row->n_cuts ? row->cut_offset[cut] : row->n;
+    const int n = end - at < kChunk ? end - at : static_cast<int>(kChunk);
+    const bool cuts = cut < row->n_cuts && at + n == end;
+    const bool opens = b->n_batches == 0 || b->batches[b->n_batches - 1].n == kChunkBatch;
+    if (opens) b->batches[b->n_batches++] = {b->n_chunks, 0, b->n_runs, 0};
+    ChunkBatch *batch = &b->batches[b->n_batches - 1];
+    if (opens || at == 0) {
+      b->runs[b->n_runs++] = {b->n_chunks, 0, row->slab};
+      batch->n_runs++;
+    }
+    b->chunks[b->n_chunks++] = {row->column + at, n, at, index, cuts ? row->cut_slab[cut] : -1};
+    b->runs[b->n_runs - 1].n++;
+    batch->n++;
+    at += n;
+    cut += cuts;
   }
 }
 
@@ -165,6 +187,7 @@ int plan_rows(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
   int32_t *shorts = b->columns + kShort * capacity;
   int columns = 0, kept = 0;
   b->n_short = b->n_tiles = 0;
+  b->n_chunks = b->n_runs = b->n_batches = 0;
   b->n_rows = wave->n_rows;
   b->multi = false;
   b->most_position = 0;
@@ -233,6 +256,7 @@ int plan_rows(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
       info->cut_offset[j] = row->cuts[j].offset;
       info->cut_slab[j] = row->cuts[j].slab;
     }
+    if (info->tiled) add_chunks(b, info, i);
     columns += n;
   }
   b->n_kept = kept;
@@ -323,6 +347,8 @@ int run_columns(Backend *b) {
   b->kv_only = false;
   upload(b, b->d_rows, b->row_info, b->n_rows * sizeof(RowInfo));
   upload(b, b->d_tiles, b->tiles, b->n_tiles * sizeof(FlashTile));
+  upload(b, b->d_chunks, b->chunks, b->n_chunks * sizeof(ChunkInfo));
+  upload(b, b->d_runs, b->runs, b->n_runs * sizeof(ChunkRun));
   upload_columns(b, b->batch.n);
   plan_head(b);
   const int code = launch(b);

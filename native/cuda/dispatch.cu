@@ -32,7 +32,7 @@ GdnShape gdn_shape(const ModelSpec *s) {
 
 // The columns of rows that are not tiled, and how many; null: all columns of the batch.
 const int32_t *short_columns(const Backend *b, int *n) {
-  const bool all = !b->trunk || b->n_tiles == 0;
+  const bool all = !b->trunk || b->n_chunks == 0;
   *n = all ? b->batch.n : b->n_short;
   return all ? nullptr : b->d_columns + kShort * b->column_capacity;
 }
@@ -92,7 +92,11 @@ float *kept_layer(Backend *b, int linear) {
 void stage_gdn_conv(void *context, int layer) {
   Backend *b = static_cast<Backend *>(context);
   const LayerWeights &w = b->layers[layer];
-  gdn_conv(&b->device, conv_args(b, w.linear, w.index), b->batch.n);
+  ConvArgs c = conv_args(b, w.linear, w.index);
+  int n = 0;
+  c.list = short_columns(b, &n);
+  if (n > 0) gdn_conv(&b->device, c, n);
+  if (b->n_chunks > 0) gdn_chunk_conv(&b->device, c, b->d_chunks, b->n_chunks);
   if (b->multi) {
     const HistoryArgs a = {b->spec->conv_channels, b->d_rows, slabs_of(b, w.index), b->qkv,
                            b->conv_stride,         false};
@@ -129,6 +133,35 @@ ScanArgs scan_args(Backend *b, int linear) {
   return a;
 }
 
+void scan_chunks(Backend *b, const LayerWeights &w, const ScanArgs &scan) {
+  ChunkArgs a = {};
+  a.shape = scan.shape;
+  a.chunks = b->d_chunks;
+  a.slabs = scan.slabs;
+  a.conv = b->conv;
+  a.conv_stride = b->conv_stride;
+  a.g = b->g;
+  a.beta = b->beta;
+  a.head_stride = b->head_stride;
+  a.core = b->core;
+  a.core_stride = b->value_stride;
+  a.operands = b->chunk_operands;
+  a.decays = b->chunk_decays;
+  for (int i = 0; i < b->n_batches; i++) {
+    const ChunkBatch &batch = b->batches[i];
+    a.first = batch.first;
+    a.n = batch.n;
+    a.runs = b->d_runs + batch.first_run;
+    a.n_runs = batch.n_runs;
+    gdn_chunk_prepare(&b->device, a);
+    gdn_chunk_scan(&b->device, a);
+  }
+  const ChunkNormArgs n = {b->d_chunks, a.shape.value_heads, b->core,
+                           b->z,        w.linear.norm,       b->value_stride,
+                           b->gated,    scan.split,          scan.eps};
+  gdn_chunk_norm(&b->device, n, b->n_chunks);
+}
+
 void stage_gdn_scan(void *context, int layer) {
   Backend *b = static_cast<Backend *>(context);
   const LayerWeights &w = b->layers[layer];
@@ -139,7 +172,8 @@ void stage_gdn_scan(void *context, int layer) {
   a.norm = w.linear.norm;
   a.gated = b->gated;
   a.split = split_for(w.linear.out, b->value_split);
-  gdn_scan(&b->device, a, b->n_rows);
+  if (b->n_short > 0) gdn_scan(&b->device, a, b->n_rows);
+  if (b->n_chunks > 0) scan_chunks(b, w, a);
 }
 
 // A product that is added to x, and the norm that follows.

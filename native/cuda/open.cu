@@ -217,15 +217,6 @@ int make_scratch(Backend *b, ksl_error *error) {
   b->attn_partial_floats = unit * units;
   b->attn_partial = own_many<float>(b, b->attn_partial_floats);
   b->attn_tiles = s->kv_layers > 0 && attn_tile_runs(&b->device, config->kv_format, s->head_dim);
-  b->long_rows = b->attn_tiles &&
-                 attn_flash_runs(b->major, config->kv_format, s->head_dim, s->heads / s->kv_heads);
-  if (b->long_rows) {
-    b->tile_capacity = divide_up(columns, kFlashRows / (s->heads / s->kv_heads)) +
-                       static_cast<int>(columns / kLongRow);
-    b->tiles = alloc_many<FlashTile>(b->alloc, b->tile_capacity);
-    b->d_tiles = own_many<FlashTile>(b, b->tile_capacity);
-    if (!b->tiles || !b->d_tiles) return no_memory(b, error, "the activations");
-  }
 
   const int64_t most_kept = slots * (1 + KSL_MAX_DRAFT);
   b->keep_columns = static_cast<int>(most_kept < columns ? most_kept : columns);
@@ -310,6 +301,41 @@ int make_scratch(Backend *b, ksl_error *error) {
   return KSL_OK;
 }
 
+// What the kernels of long prompt rows need, where they run.
+int make_long_rows(Backend *b, ksl_error *error) {
+  const ModelSpec *s = b->spec;
+  const ksl_config *config = b->config;
+  const uint64_t before = b->device_bytes;
+  const int group = s->kv_layers ? s->heads / s->kv_heads : 1;
+  const GdnShape shape = {s->lin_key_heads, s->lin_value_heads, s->lin_key_dim, s->lin_value_dim,
+                          s->conv_channels};
+  b->long_rows =
+      config->kv_format != KSL_KV_F32 &&
+      (s->kv_layers == 0 || attn_flash_runs(b->major, config->kv_format, s->head_dim, group)) &&
+      (s->linear_layers == 0 || gdn_chunks_run(shape));
+  if (!b->long_rows) return KSL_OK;
+  const int columns = config->wave_columns, rows = columns / kLongRow;
+  const size_t tiles = divide_up(columns, kFlashRows / group) + rows;
+  const size_t chunks = divide_up(columns, kChunk) + (1 + KSL_MAX_CUTS) * rows;
+  const size_t together = kChunkBatch;
+  const size_t batch = (chunks < together ? chunks : together) * s->lin_value_heads;
+  b->tiles = alloc_many<FlashTile>(b->alloc, tiles);
+  b->chunks = alloc_many<ChunkInfo>(b->alloc, chunks);
+  b->runs = alloc_many<ChunkRun>(b->alloc, chunks);
+  b->batches = alloc_many<ChunkBatch>(b->alloc, chunks);
+  b->d_tiles = own_many<FlashTile>(b, tiles);
+  b->d_chunks = own_many<ChunkInfo>(b, chunks);
+  b->d_runs = own_many<ChunkRun>(b, chunks);
+  b->chunk_operands = own_many<ChunkOperands>(b, batch);
+  b->chunk_decays = own_many<float>(b, batch);
+  b->scratch_bytes += b->device_bytes - before;
+  const void *const made[] = {b->tiles,    b->chunks, b->runs,           b->batches,     b->d_tiles,
+                              b->d_chunks, b->d_runs, b->chunk_operands, b->chunk_decays};
+  for (const void *memory : made)
+    if (memory == nullptr) return no_memory(b, error, "the work on long prompts");
+  return KSL_OK;
+}
+
 int fill_backend(Backend *b, const TensorTable *tensors, ksl_error *error) {
   const ModelSpec *spec = b->spec;
   for (int list = 0; list < kListCount; list++) {
@@ -338,6 +364,7 @@ int fill_backend(Backend *b, const TensorTable *tensors, ksl_error *error) {
   code = load_weights(b, tensors, error);
   if (!code) code = make_pools(b, error);
   if (!code) code = make_scratch(b, error);
+  if (!code) code = make_long_rows(b, error);
   if (code) return code;
   keep_error(&b->device, cudaStreamSynchronize(b->device.stream), "opening");
   if (b->device.error != cudaSuccess)
@@ -360,10 +387,11 @@ void cuda_close(Backend *b) {
     cudaStreamDestroy(b->device.stream);
   }
   for (int i = 0; b->slots && i < b->config->slots; i++) alloc_free(b->slots[i].forced);
-  void *const host[] = {b->slots,        b->rows, b->row_info,    b->tiles,
-                        b->columns,      b->jobs, b->job_columns, b->sample_jobs,
-                        b->logprob_jobs, b->ids,  b->entries,     b->layers,
-                        b->owned,        b};
+  void *const host[] = {b->slots,  b->rows,        b->row_info,    b->tiles,
+                        b->chunks, b->runs,        b->batches,     b->columns,
+                        b->jobs,   b->job_columns, b->sample_jobs, b->logprob_jobs,
+                        b->ids,    b->entries,     b->layers,      b->owned,
+                        b};
   for (void *memory : host) alloc_free(memory);
 }
 

@@ -4,7 +4,7 @@
 #include "../common/budget.h"
 #include "../common/program.h"
 #include "attn/attn.cuh"
-#include "gdn/gdn.cuh"
+#include "gdn/chunk.cuh"
 #include "gemm/gemm.cuh"
 #include "sample/sample.cuh"
 
@@ -55,6 +55,12 @@ struct RowPlan {
   bool ended;
 };
 
+// Chunks that are prepared at one time, and their runs.
+struct ChunkBatch {
+  int first, n, first_run, n_runs;
+};
+enum { kChunkBatch = 40 };
+
 struct HeadJob {
   int row, offset;
 };
@@ -104,7 +110,11 @@ struct Backend {
   int n_rows, n_kept;
   int n_short;  // columns of rows that are not tiled
   FlashTile *tiles;
-  int n_tiles, tile_capacity;
+  int n_tiles;
+  ChunkInfo *chunks;
+  ChunkRun *runs;
+  ChunkBatch *batches;
+  int n_chunks, n_runs, n_batches;
   int32_t *columns;  // [kColumnArrays][wave_columns + slots]
   HeadJob *jobs;
   int n_jobs;
@@ -119,6 +129,8 @@ struct Backend {
   // the same on the device
   RowInfo *d_rows;
   FlashTile *d_tiles;
+  ChunkInfo *d_chunks;
+  ChunkRun *d_runs;
   int32_t *d_columns;
   int32_t *d_job_columns, *d_head_columns;
   SampleJob *d_sample_jobs;
@@ -157,6 +169,8 @@ struct Backend {
   float *attn_partial;
   int64_t attn_partial_floats;
   Split hidden_split, value_split, query_split, mlp_split, mtp_split, head_split;
+  ChunkOperands *chunk_operands;  // of kChunkBatch chunks
+  float *chunk_decays;
   float *keep;  // [linear layers][keep_columns][keep_floats]
   int keep_columns;
   int64_t keep_floats;

@@ -21,7 +21,8 @@ __global__ void conv_kernel(const __grid_constant__ ConvArgs a) {
   begin_chained();
   __shared__ float scratch[32];
   const GdnShape &s = a.shape;
-  const int column = blockIdx.x, head = blockIdx.y, i = threadIdx.x;
+  const int column = a.list != nullptr ? a.list[blockIdx.x] : blockIdx.x;
+  const int head = blockIdx.y, i = threadIdx.x;
   const RowInfo &row = a.rows[a.row_of[column]];
   const bool unit = head < 2 * s.key_heads;
   const int dim = unit ? s.key_dim : s.value_dim;

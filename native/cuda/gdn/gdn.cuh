@@ -25,6 +25,7 @@ struct ConvArgs {
   GdnShape shape;
   const RowInfo *rows;
   const int32_t *row_of;  // by column
+  const int32_t *list;    // the columns that it is for; null: all
   SlabPool slabs;
   const float *qkv;  // before the convolution
   int qkv_stride;
@@ -80,5 +81,7 @@ struct ScanArgs {
   bool keep;  // replay of kept rows: `committed` columns from `keep` on
 };
 void gdn_scan(Device *device, const ScanArgs &a, int n_rows);
+// gdn_scan for heads of 128 dims.
+void gdn_step(Device *device, const ScanArgs &a, int n_rows);
 
 }  // namespace ksl

@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kThreads) scan_kernel(const __grid_constant__ 
   const GdnShape &s = a.shape;
   const RowInfo &row = a.rows[blockIdx.x];
   const int n = a.keep ? row.committed : row.n;
-  if (row.n == 0 || n == 0 || (a.keep && row.keep < 0)) return;
+  if (row.tiled || n == 0 || (a.keep && row.keep < 0)) return;
   const int head = blockIdx.y, v = threadIdx.x, part = threadIdx.y;
   const int dk = s.key_dim, dv = s.value_dim;
   const int tid = part * blockDim.x + v, threads = blockDim.x * kParts;
@@ -107,6 +107,10 @@ void run(Device *device, const ScanArgs &a, dim3 grid, dim3 block) {
 }  // namespace
 
 void gdn_scan(Device *device, const ScanArgs &a, int n_rows) {
+  if (a.shape.key_dim == 128 && a.shape.value_dim == 128) {
+    gdn_step(device, a, n_rows);
+    return;
+  }
   const dim3 grid(n_rows, a.shape.value_heads), block(padded32(a.shape.value_dim), kParts);
   if (block.x <= 128)
     run<512>(device, a, grid, block);
