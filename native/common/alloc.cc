@@ -1,24 +1,45 @@
 #include "alloc.h"
 
 #include <stdlib.h>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 namespace ksl {
+namespace {
+
+constexpr size_t kHugePage = static_cast<size_t>(2) << 20;
 
 // calloc leaves large zero pages untouched, which aligned allocators with a memset would not; the
 // pointer to free is kept just below the aligned block.
-void *alloc_bytes(Alloc *alloc, size_t bytes) {
+void *aligned_zeros(Alloc *alloc, size_t bytes, size_t align) {
   alloc->count++;
   if (alloc->count == alloc->fail_at) return nullptr;
-  const size_t extra = kAlign + sizeof(void *);
+  const size_t extra = align + sizeof(void *);
   if (bytes > SIZE_MAX - extra) return nullptr;
   char *raw = static_cast<char *>(calloc(1, bytes + extra));
   if (raw == nullptr) return nullptr;
   const uintptr_t first = reinterpret_cast<uintptr_t>(raw) + sizeof(void *);
-  const uintptr_t aligned = (first + kAlign - 1) & ~static_cast<uintptr_t>(kAlign - 1);
+  const uintptr_t aligned = (first + align - 1) & ~static_cast<uintptr_t>(align - 1);
   void **block = reinterpret_cast<void **>(aligned);
   block[-1] = raw;
   alloc->bytes += bytes;
   return block;
+}
+
+}  // namespace
+
+void *alloc_bytes(Alloc *alloc, size_t bytes) {
+  return aligned_zeros(alloc, bytes, kAlign);
+}
+
+void *alloc_huge(Alloc *alloc, size_t bytes) {
+  void *memory = aligned_zeros(alloc, bytes, kHugePage);
+#ifdef __linux__
+  // Whole pages only: what shares the last one is not ours. It is advice; failing changes nothing.
+  if (memory != nullptr) madvise(memory, bytes / kHugePage * kHugePage, MADV_HUGEPAGE);
+#endif
+  return memory;
 }
 
 void *alloc_array(Alloc *alloc, size_t count, size_t size) {

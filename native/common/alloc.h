@@ -18,9 +18,12 @@ enum { kAlign = 64 };
 // Zeroed memory of `bytes` (0 counts as 1), aligned to 64 bytes; null when memory is out.
 // Pages that were never written cost no memory.
 void *alloc_bytes(Alloc *alloc, size_t bytes);
-// As above for count * size bytes; null if the product overflows.
+// The same, aligned to 2 MiB and on pages of that size where the system has them: for what is read
+// from end to end for every token. Takes whole pages once touched.
+void *alloc_huge(Alloc *alloc, size_t bytes);
+// As alloc_bytes for count * size bytes; null if the product overflows.
 void *alloc_array(Alloc *alloc, size_t count, size_t size);
-// Frees what alloc_bytes or alloc_array returned; null is allowed.
+// Frees what any of these returned; null is allowed.
 void alloc_free(void *memory);
 
 template <typename T>

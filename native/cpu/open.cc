@@ -275,6 +275,7 @@ void cpu_close(Backend *b) {
   }
   for (int i = 0; b->workers && i < b->threads; i++) scratch_free(&b->workers[i].sample);
   for (int i = b->n_owned; i-- > 0;) alloc_free(b->owned[i]);
+  alloc_free(b->matrices);
   alloc_free(b->owned);
   alloc_free(b);
 }

@@ -88,6 +88,7 @@ struct Backend {
   int n_owned, owned_capacity;
 
   // weights
+  uint8_t *matrices;     // storage of all of them
   LayerWeights *layers;  // [layers + mtp_layers]
   Matrix embedding, head;
   Matrix draft_head;             // the first rows of the head: the ids that drafts may have

@@ -20,8 +20,10 @@ struct V {
 struct U {
   __m512i v;
 };
+// Typed by element: GCC 12 spills accumulators that it has to reinterpret for every use.
+typedef int32_t Lanes __attribute__((vector_size(64)));
 struct I {
-  __m512i v;
+  Lanes v;
 };
 
 // Shapes of the matrix product: the most columns that are multiplied straight from decoded
@@ -139,19 +141,19 @@ KSL_INLINE void u_store(uint8_t *p, U a) {
   _mm512_storeu_si512(p, a.v);
 }
 KSL_INLINE I i_set1(int32_t x) {
-  return {_mm512_set1_epi32(x)};
+  return {(Lanes)_mm512_set1_epi32(x)};
 }
 KSL_INLINE I i_add(I a, I b) {
-  return {_mm512_add_epi32(a.v, b.v)};
+  return {a.v + b.v};
 }
 // acc + the dot product of the four bytes of each lane with x[0..3]. Bytes of w are below 128.
 KSL_INLINE I i_dot(I acc, U w, const int8_t *x) {
   int32_t four;
   __builtin_memcpy(&four, x, 4);
-  return {_mm512_dpbusd_epi32(acc.v, w.v, _mm512_set1_epi32(four))};
+  return {(Lanes)_mm512_dpbusd_epi32((__m512i)acc.v, w.v, _mm512_set1_epi32(four))};
 }
 KSL_INLINE V v_of_int(I a) {
-  return {_mm512_cvtepi32_ps(a.v)};
+  return {_mm512_cvtepi32_ps((__m512i)a.v)};
 }
 // Lanes are integers in [-127, 127].
 KSL_INLINE void v_store_s8(int8_t *p, V a) {

@@ -16,6 +16,7 @@ struct Loader {
   const TensorTable *tensors;
   ksl_error *error;
   char prefix[64];
+  uint8_t *storage;  // of the next matrix
 };
 
 int out_of_memory(Loader *in, const char *name) {
@@ -99,9 +100,8 @@ const MatrixSource *source_piece(Loader *in, Source *source, int64_t row) {
 
 int pack(Loader *in, const ksl_tensor *tensor, bool read_per_token, Matrix *out) {
   Backend *b = in->b;
-  uint8_t *storage = static_cast<uint8_t *>(
-      own_bytes(b, matrix_bytes(tensor->encoding, tensor->rows, tensor->cols)));
-  if (!storage) return out_of_memory(in, tensor->name);
+  uint8_t *storage = in->storage;
+  in->storage += matrix_bytes(tensor->encoding, tensor->rows, tensor->cols);
   Source source;
   int code = source_begin(in, tensor, &source);
   if (code) return code;
@@ -256,12 +256,28 @@ int load_mtp(Loader *in) {
 
 }  // namespace
 
+namespace {
+
+// Storage of all tensors as matrices; the part of those that are none stays untouched.
+size_t matrices_bytes(const TensorTable *tensors) {
+  size_t total = 0;
+  for (int i = 0; i < tensors->n; i++) {
+    const ksl_tensor *t = &tensors->tensors[i];
+    total += matrix_bytes(t->encoding, t->rows, t->cols);
+  }
+  return total;
+}
+
+}  // namespace
+
 int load_weights(Backend *b, const TensorTable *tensors, ksl_error *error) {
   const ModelSpec *spec = b->spec;
-  Loader in = {b, tensors, error, ""};
+  Loader in = {b, tensors, error, "", nullptr};
   b->layers = static_cast<LayerWeights *>(
       own_bytes(b, (spec->layers + spec->mtp_layers) * sizeof(LayerWeights)));
   if (!b->layers) return out_of_memory(&in, "layers");
+  in.storage = b->matrices = static_cast<uint8_t *>(alloc_huge(b->alloc, matrices_bytes(tensors)));
+  if (!b->matrices) return out_of_memory(&in, "all matrices");
   int code = load_head(&in);
   if (!code) code = load_values(&in, "model.norm.weight", spec->hidden, 1, 1, &b->final_norm);
   int linear = 0, full = 0;
