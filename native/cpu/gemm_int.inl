@@ -16,7 +16,7 @@ namespace {
 
 enum {
   kBlockQuads = kScaleBlock / 4,
-  kChunkColumns = 8 * kIntTileColumns,  // columns that share an expanded block
+  kChunkColumns = 16 * kIntTileColumns,  // columns that share an expanded block
 };
 
 template <class D>
@@ -190,14 +190,17 @@ static void int_tile_groups(const uint8_t *weights, int quads, const float *scal
 #pragma GCC unroll 4
       for (int j = 0; j < 4; j++) w[j] = u_load(weights + ((4 * group + j) * P + p) * 64);
       const V group_scale = v_load(scales + (group * P + p) * kPanel);
+      I acc[C];
 #pragma GCC unroll 16
-      for (int c = 0; c < C; c++) {
-        I acc = i_set1(in.group(column + c, block * kBlockGroups + group));
+      for (int c = 0; c < C; c++)
+        acc[c] = i_set1(in.group(column + c, block * kBlockGroups + group));
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; j++)
-          acc = i_dot(acc, w[j], x + c * in.stride + group * kGroup + 4 * j);
-        sum[p][c] = v_fma(v_of_int(acc), group_scale, sum[p][c]);
-      }
+      for (int j = 0; j < 4; j++)
+#pragma GCC unroll 16
+        for (int c = 0; c < C; c++)
+          acc[c] = i_dot(acc[c], w[j], x + c * in.stride + group * kGroup + 4 * j);
+#pragma GCC unroll 16
+      for (int c = 0; c < C; c++) sum[p][c] = v_fma(v_of_int(acc[c]), group_scale, sum[p][c]);
     }
   }
 #pragma GCC unroll 16
