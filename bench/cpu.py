@@ -1,29 +1,49 @@
 """Decode and prefill rates of the CPU backend, with the limits of this machine measured in the same
-run.
+run, and llama.cpp beside it where it is present.
 
-    python -m bench.cpu [--model ksl-nano] [--streams 1,4] [--prompt 512] [--threads 0] [--save]
+    python -m bench.cpu [--model ksl-nano] [--weights auto] [--kv bf16] [--threads 0]
+                        [--streams 1,2,4,8] [--prompts 512,4096] [--contexts 512,4096,32768]
+                        [--peer FILE.gguf] [--save [NAME]]
 
-Decode limit: weight bytes read per token against the read rate of a BLAS dot product over a buffer
-of that size. Prefill limit: 2 operations per weight and token against a BLAS float32 matrix
-product.
+`--model synth:0.8b` is a random model of that shape. Decode: `ratio` is the weight bytes of a token
+over the time of a wave, as a share of the rate at which all threads read that many bytes, measured
+right before and after (the higher one counts). It is for one stream the share of what memory
+allows; for more streams the gain over one is `times`. KV rows of a decode cell hold whatever the
+pool holds, which costs the same to read. Prefill: `ratio` is 2 operations per layer weight and
+token over the peak of the arithmetic unit in use. All rates are from medians.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import statistics
 import time
 
 import numpy as np
 
+from bench.kernels import Program
+from bench.peer import Peer, find_peer
 from bench.report import Report
 from kslserve.core.sampling import SamplingParams
 from kslserve.engine.model import PoolSizes, TensorArg
 from kslserve.engine.native import NativeEngine
-from kslserve.engine.types import Done, OpKind, Row, RowKind, SlotConfig, StateOp, TableEdit, Wave
+from kslserve.engine.types import (
+    Done,
+    EngineInfo,
+    OpKind,
+    Row,
+    RowKind,
+    SlotConfig,
+    StateOp,
+    TableEdit,
+    Wave,
+)
 from kslserve.ksl.open import open_model
 
 BLOCK = 128
+DECODE_SECONDS = 1.5  # of one cell
+PREFILL_SECONDS = 2.0
 
 
 def is_projection(tensor: TensorArg) -> bool:
@@ -54,35 +74,15 @@ class Runner:
         assert done.error is None, done.error
         return done
 
-
-def best(seconds: list[float]) -> float:
-    """The median: shared machines have slow outliers, and a minimum flatters."""
-    return sorted(seconds)[len(seconds) // 2]
-
-
-def read_limit(size: int) -> float:
-    """Bytes per second of a dot product over `size` bytes, repeated."""
-    data = np.ones(max(size // 4, 1024), np.float32)
-    times = []
-    for _ in range(30):
-        start = time.perf_counter()
-        np.dot(data, data)
-        times.append(time.perf_counter() - start)
-    return data.nbytes / best(times)
-
-
-def product_limit() -> float:
-    """Float32 operations per second of a 1024-cubed matrix product."""
-    a = np.ones((1024, 1024), np.float32)
-    times = []
-    for _ in range(9):
-        start = time.perf_counter()
-        a @ a
-        times.append(time.perf_counter() - start)
-    return 2 * 1024**3 / best(times)
+    async def seconds(self, wave: Wave) -> float:
+        """Of a wave, from submission to the callback."""
+        began = time.perf_counter()
+        await self.run(wave)
+        return time.perf_counter() - began
 
 
 def setup(wave: Wave, streams: int, blocks_per_slot: int) -> None:
+    """Adds fresh sequences in slots and slabs [0, streams), each with blocks of its own."""
     for s in range(streams):
         config = SlotConfig(SamplingParams(temperature=0.0), seed=s + 1)
         wave.before.append(StateOp(OpKind.ZERO_SLAB, s))
@@ -91,77 +91,116 @@ def setup(wave: Wave, streams: int, blocks_per_slot: int) -> None:
         wave.edits.append(TableEdit(s, 0, list(blocks)))
 
 
-async def measure(args: argparse.Namespace, report: Report) -> None:
-    streams_list = [int(s) for s in args.streams.split(",")]
-    with open_model(args.model, weights=args.weights) as model:
-        rng = np.random.default_rng(1)
-        prompt = rng.integers(0, model.spec.token_limit, args.prompt, dtype=np.int32)
-        per_slot = -(-(args.prompt + args.tokens + 1) // BLOCK)
-        most = max(streams_list)
-        pools = PoolSizes(most, most, most * per_slot, BLOCK, per_slot, args.columns)
+async def prefill(runner: Runner, prompt: np.ndarray, columns: int) -> float:
+    """Tokens per second of a cold prompt, all its waves."""
+    rates = []
+    end = time.perf_counter() + PREFILL_SECONDS
+    while not rates or (time.perf_counter() < end and len(rates) < 9):
+        seconds = 0.0
+        for start in range(0, len(prompt), columns):
+            part = prompt[start : start + columns]
+            last = start + len(part) == len(prompt)
+            kind = RowKind.LAST if last else RowKind.PREFILL
+            row = Row(kind, 0, 0, start, len(part), part)
+            seconds += await runner.seconds(Wave(0, rows=[row]))
+        rates.append(len(prompt) / seconds)
+    return statistics.median(rates)
+
+
+async def decode(runner: Runner, streams: int, context: int, room: int) -> float:
+    """Seconds of a wave of `streams` sequences that each have `context` positions."""
+    times: list[float] = []
+    rows = [Row(RowKind.LAST, s, s, context, 1, [11 + s]) for s in range(streams)]
+    end = time.perf_counter() + DECODE_SECONDS
+    while len(times) < 5 or (time.perf_counter() < end and len(times) < room):
+        times.append(await runner.seconds(Wave(0, rows=rows)))
+        for row in rows:
+            row.start, row.tokens = row.start + 1, [-1]
+    return statistics.median(times)
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]
+
+
+async def measure(args: argparse.Namespace, report: Report, program: Program) -> None:
+    streams, contexts, prompts = map(numbers, (args.streams, args.contexts, args.prompts))
+    room = 400  # tokens that a decode cell may add
+    longest = max([*[c + room for c in contexts], *prompts])
+    most, per_slot = max(streams), -(-longest // BLOCK)
+    with open_model(args.model, weights=args.weights, head=args.head) as model:
         weights = sum(t.rows * t.cols for t in model.tensors if is_projection(t))
+        pools = PoolSizes(most, most, most * per_slot, BLOCK, per_slot, args.columns)
+        limit = model.spec.token_limit
         engine = NativeEngine.open(
-            model.spec, model.tensors, pools, kv_format=args.kv, isa=args.cpu, threads=args.threads
-        )
-        info = engine.info
-    runner = Runner(engine)
-    reads, flops = read_limit(info.token_bytes), product_limit()
+            model.spec, model.tensors, pools, kv_format=args.kv, isa=args.cpu,
+            threads=args.threads, activations=args.activations, nice=args.nice,
+        )  # fmt: skip
+    info: EngineInfo = engine.info
+    peak = program.peak(info.activation == "int8")
     report.add(
-        "limits", isa=info.isa, threads=info.threads, read_gb_s=reads / 1e9, gflop_s=flops / 1e9,
-        bytes_per_token=info.token_bytes, matrix_weights=weights,
+        "model", model=args.model, isa=info.isa, threads=info.threads, numerics=info.numerics,
+        bytes_per_token=info.token_bytes, matrix_weights=weights, peak_gop_s=peak / 1e9,
     )  # fmt: skip
-    for streams in streams_list:
-        prefill = []
-        wave = Wave(0)
-        setup(wave, streams, per_slot)
-        for s in range(streams):
-            for start in range(0, args.prompt, args.columns):
-                n = min(args.columns, args.prompt - start)
-                last = start + n == args.prompt
-                kind = RowKind.LAST if last else RowKind.PREFILL
-                wave.rows = [Row(kind, s, s, start, n, prompt[start : start + n])]
-                began = time.perf_counter()
-                await runner.run(wave)
-                prefill.append((n, time.perf_counter() - began))
-                wave = Wave(0)
-        times = []
-        rows = [Row(RowKind.LAST, s, s, args.prompt, 1, [-1]) for s in range(streams)]
-        for _ in range(args.tokens):
-            began = time.perf_counter()
-            await runner.run(Wave(0, rows=rows))
-            times.append(time.perf_counter() - began)
-            for row in rows:
-                row.start += 1
-        step = best(times)
-        full = [seconds / n for n, seconds in prefill if n == prefill[0][0]]
-        rate = 1 / best(full)
-        report.add(
-            f"prefill_{args.prompt}", streams=streams, tok_s=rate,
-            ratio=rate * 2 * weights / flops, of="float32 product",
-        )  # fmt: skip
-        report.add(
-            "decode", streams=streams, tok_s=streams / step, wave_ms=step * 1e3,
-            ratio=info.token_bytes / step / reads, of="read rate of the weight bytes",
-        )  # fmt: skip
+    peer = find_peer(args.peer, info.threads, longest, most)
+    runner = Runner(engine)
+    wave = Wave(0)
+    setup(wave, most, per_slot)
+    await runner.run(wave)
+    rng = np.random.default_rng(1)
+    await prefill(runner, rng.integers(0, limit, 64, dtype=np.int32), args.columns)
+    for n in prompts:
+        rate = await prefill(runner, rng.integers(0, limit, n, dtype=np.int32), args.columns)
+        beside = compare(rate, peer, peer.prefill(n) if peer else None)
+        ratio = rate * 2 * weights / peak if peak else 0.0
+        report.add(f"prefill_{n}", tok_s=rate, **beside, ratio=ratio, of="peak")
+    single: dict[int, float] = {}
+    for context in contexts:
+        for n in streams:
+            before = program.read_rate(info.token_bytes)
+            step = await decode(runner, n, context, room)
+            reads = max(before, program.read_rate(info.token_bytes))
+            if n == 1:
+                single[context] = 1 / step
+            theirs = peer.decode(context, 64, n) if peer and context <= args.peer_context else None
+            report.add(
+                f"decode_{n}_at_{context}", tok_s=n / step, wave_ms=step * 1e3,
+                **({"times": n / step / single[context]} if context in single else {}),
+                **compare(n / step, peer, theirs), ratio=info.token_bytes / step / reads,
+                of=f"read rate, {reads / 1e9:.1f} GB/s",
+            )  # fmt: skip
     engine.close()
+
+
+def compare(rate: float, peer: Peer | None, theirs: float | None) -> dict[str, float]:
+    """The peer's figure and how many times it ours is."""
+    if peer is None or theirs is None:
+        return {}
+    return {peer.name.replace("-", "_"): theirs, "ahead": rate / theirs}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="ksl-nano")
     parser.add_argument("--weights", default="auto")
+    parser.add_argument("--head", default="auto")
     parser.add_argument("--kv", default="bf16")
+    parser.add_argument("--activations", default="auto")
     parser.add_argument("--cpu", default="auto")
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--streams", default="1,4")
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--nice", type=int, default=0)
+    parser.add_argument("--streams", default="1,2,4,8")
+    parser.add_argument("--prompts", default="512,4096")
+    parser.add_argument("--contexts", default="512,4096,32768")
     parser.add_argument("--columns", type=int, default=512)
-    parser.add_argument("--save", action="store_true")
+    parser.add_argument("--peer", default="", help="GGUF file of the same shape for llama.cpp")
+    parser.add_argument("--peer-context", type=int, default=4096, help="deepest cell of the peer")
+    parser.add_argument("--save", nargs="?", const="cpu", default=None)
     args = parser.parse_args()
-    report = Report("cpu")
-    asyncio.run(measure(args, report))
-    report.write(args.save)
+    report = Report(args.save or "cpu")
+    with Program(args.cpu, args.threads) as program:
+        asyncio.run(measure(args, report, program))
+    report.write(args.save is not None)
 
 
 if __name__ == "__main__":

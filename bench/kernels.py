@@ -58,9 +58,9 @@ class Program:
             raise SystemExit(f"the kernel program ended at `{line}`")
         return answer.strip()
 
-    def read_rate(self) -> float:
-        """Bytes per second that all threads read together, far over any cache."""
-        return READ_BYTES / float(self.ask(f"read {READ_BYTES}"))
+    def read_rate(self, size: int = READ_BYTES) -> float:
+        """Bytes per second at which all threads together read a buffer again and again."""
+        return size / float(self.ask(f"read {size}"))
 
     def peak(self, integers: bool) -> float:
         """Operations per second of the unit that products use; 0 where this path has none."""
