@@ -14,7 +14,14 @@ from kslserve.api.chat_messages import messages_of, tool_choice_of, tools_of
 from kslserve.api.dialect import Dialect, Parsed, openai_error
 from kslserve.api.fields import Fields, load_object
 from kslserve.api.format import format_of
-from kslserve.api.options import TemplateOptions, force_of, priority_of, sampling_of, stop_of
+from kslserve.api.options import (
+    TemplateOptions,
+    force_of,
+    priority_of,
+    sampling_of,
+    statistics_of,
+    stop_of,
+)
 from kslserve.core.request import Request
 from kslserve.core.sampling import TOP_LOGPROBS_MAX, SamplingParams
 from kslserve.errors import UnsupportedParameter
@@ -53,6 +60,7 @@ def parse(body: bytes | dict[str, Any], defaults: SamplingParams) -> Request:
         reasoning_budget=template.budget,
         response_format=format_of(fields.object("response_format")),
         force=force_of(fields),
+        statistics=statistics_of(fields),
     )
 
 

@@ -96,8 +96,8 @@ class _Head:
             "system_fingerprint": self.fingerprint,
         }
 
-    def extension(self) -> dict[str, Any]:
-        return {"x_kslserve": {"seed": self.seed}}
+    def extension(self, usage: Usage) -> dict[str, Any]:
+        return {"x_kslserve": dialect.extension(self.seed, usage)}
 
 
 class ChatEncoder:
@@ -202,7 +202,7 @@ class ChatEncoder:
         last = {
             **head.fields("chat.completion.chunk"),
             "choices": [{"index": 0, "delta": {}, "finish_reason": FINISH[event.reason]}],
-            **head.extension(),
+            **head.extension(event.usage),
         }
         frames = b"data: " + orjson.dumps(last) + b"\n\n"
         if self._include_usage:
@@ -293,6 +293,6 @@ class ChatCollector:
                 **self._head.fields("chat.completion"),
                 "choices": [choice],
                 "usage": usage_object(finished.usage),
-                **self._head.extension(),
+                **self._head.extension(finished.usage),
             }
         )

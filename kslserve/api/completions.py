@@ -12,7 +12,7 @@ from kslserve.api.chat_encode import new_call_id
 from kslserve.api.completions_encode import CompletionsCollector, CompletionsEncoder
 from kslserve.api.dialect import Dialect, Parsed, openai_error
 from kslserve.api.fields import Fields, load_object, noun
-from kslserve.api.options import priority_of, sampling_of, stop_of
+from kslserve.api.options import priority_of, sampling_of, statistics_of, stop_of
 from kslserve.core.request import Request
 from kslserve.core.sampling import TOP_LOGPROBS_MAX, SamplingParams
 from kslserve.errors import InvalidRequest, KslError, UnsupportedParameter
@@ -60,6 +60,7 @@ def parse(body: bytes | dict[str, Any], defaults: SamplingParams) -> Completions
         stop=stop_of(fields),
         ignore_eos=fields.boolean("ignore_eos") or False,
         priority=priority_of(fields),
+        statistics=statistics_of(fields),
     )
     return CompletionsRequest(request, options, fields.boolean("return_token_ids") or False)
 

@@ -91,8 +91,8 @@ class _Answer:
                 ]
         return choice
 
-    def _extension(self) -> dict[str, Any]:
-        return {"x_kslserve": {"seed": self._seed}}
+    def _extension(self, usage: Usage) -> dict[str, Any]:
+        return {"x_kslserve": dialect.extension(self._seed, usage)}
 
 
 class CompletionsEncoder(_Answer):
@@ -142,13 +142,13 @@ class CompletionsEncoder(_Answer):
         return frame(orjson.dumps({**self._head, "choices": [choice]}))
 
     def _finish(self, event: Finished) -> bytes:
-        if not self._include_usage:
+        if not (self._include_usage or event.usage.statistics):
             return DONE
         counts = {
             **self._head,
             "choices": [],
-            "usage": usage_object(event.usage),
-            **self._extension(),
+            "usage": usage_object(event.usage) if self._include_usage else None,
+            **self._extension(event.usage),
         }
         return frame(orjson.dumps(counts)) + DONE
 
@@ -185,6 +185,6 @@ class CompletionsCollector(_Answer):
                 **self._head,
                 "choices": choices,
                 "usage": usage_object(finished.usage),
-                **self._extension(),
+                **self._extension(finished.usage),
             }
         )

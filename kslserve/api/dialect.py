@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import orjson
 
@@ -131,6 +131,12 @@ def error_type(error: KslError) -> str:
     if error.status == 429:
         return "rate_limit_error"
     return "server_error" if error.status >= 500 else "invalid_request_error"
+
+
+def extension(seed: int | None, usage: Usage | None = None) -> dict[str, Any]:
+    """The `x_kslserve` object. usage: of an answer that is complete."""
+    statistics = usage.statistics if usage is not None else None
+    return {"seed": seed, **(statistics.fields() if statistics is not None else {})}
 
 
 def error_body(error: KslError) -> bytes:

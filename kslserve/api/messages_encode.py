@@ -13,6 +13,7 @@ from typing import Any
 
 import orjson
 
+from kslserve.api import dialect
 from kslserve.api.dialect import Headers, error_headers
 from kslserve.api.merge import merge
 from kslserve.core.events import (
@@ -125,7 +126,7 @@ class MessagesEncoder:
 
     def attach(self, seed: int, usage: Usage) -> None:
         self._usage = usage
-        self._message["x_kslserve"] = {"seed": seed}
+        self._message["x_kslserve"] = dialect.extension(seed)
 
     def encode(self, events: Sequence[Event]) -> bytes:
         """The frames of one batch of events, in order. A Failed event has none: what happens then
@@ -216,6 +217,9 @@ class MessagesEncoder:
             "stop_sequence": event.stop_string,
         }
         fields = {"delta": delta, "usage": usage_object(event.usage)}
+        if event.usage.statistics is not None:
+            seed = self._message["x_kslserve"]["seed"]
+            fields["x_kslserve"] = dialect.extension(seed, event.usage)
         return _frame(b"message_delta", fields) + _STOP
 
 
@@ -234,7 +238,7 @@ class MessagesCollector:
         self._texts: list[str] = []  # of the block that is last
 
     def attach(self, seed: int, usage: Usage) -> None:
-        self._message["x_kslserve"] = {"seed": seed}
+        self._message["x_kslserve"] = dialect.extension(seed)
 
     def fold(self, events: Sequence[Event]) -> Finished | Failed | None:
         """Take a batch; returns its terminal event, if there is one."""
@@ -285,5 +289,8 @@ class MessagesCollector:
                 "stop_reason": _STOP_REASONS[finished.reason],
                 "stop_sequence": finished.stop_string,
                 "usage": usage_object(finished.usage),
+                "x_kslserve": dialect.extension(
+                    self._message.get("x_kslserve", {}).get("seed"), finished.usage
+                ),
             }
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kslserve.api.fields import Fields, load_object
 from kslserve.api.format import format_of
 from kslserve.api.messages_content import Blocks, tools_of
-from kslserve.api.options import STOP_CHARS_MAX, force_of, priority_of, sampling_of
+from kslserve.api.options import STOP_CHARS_MAX, force_of, priority_of, sampling_of, statistics_of
 from kslserve.core.request import Request, ResponseFormat, ToolChoice, ToolSpec
 from kslserve.core.sampling import SamplingParams
 from kslserve.errors import InvalidRequest
@@ -74,6 +74,7 @@ def parse(
         request.stream = fields.boolean("stream") or False
         request.priority = priority_of(fields)
         request.force = force_of(fields)
+        request.statistics = statistics_of(fields)
     return MessagesRequest(request, shown)
 
 

@@ -74,6 +74,11 @@ def force_of(body: Fields) -> str | None:
     return body.text("x_kslserve_force")
 
 
+def statistics_of(body: Fields) -> bool:
+    """Whether the end of the answer is to tell what it took, in `x_kslserve`."""
+    return body.boolean("x_kslserve_statistics") or False
+
+
 def priority_of(body: Fields) -> int:
     """Place in the queue: lower runs first."""
     return body.integer("priority", low=-_PRIORITY_MAX, high=_PRIORITY_MAX) or 0

@@ -12,7 +12,14 @@ from kslserve.api.chat_encode import new_call_id
 from kslserve.api.dialect import Dialect, Parsed, openai_error
 from kslserve.api.fields import Fields, load_object
 from kslserve.api.format import format_of
-from kslserve.api.options import TemplateOptions, force_of, priority_of, sampling_of, stop_of
+from kslserve.api.options import (
+    TemplateOptions,
+    force_of,
+    priority_of,
+    sampling_of,
+    statistics_of,
+    stop_of,
+)
 from kslserve.api.responses_encode import ResponsesCollector, ResponsesEncoder
 from kslserve.api.responses_items import History, input_items, kind_of
 from kslserve.api.responses_request import ResponsesRequest
@@ -68,6 +75,7 @@ def parse(body: bytes | dict[str, Any], defaults: SamplingParams) -> ResponsesRe
         reasoning_budget=template.budget,
         response_format=format_of(_text_format(fields)),
         force=force_of(fields),
+        statistics=statistics_of(fields),
         table=table,
         dropped=tuple(history.dropped),
     )

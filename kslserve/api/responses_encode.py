@@ -15,6 +15,7 @@ from typing import Any
 
 import orjson
 
+from kslserve.api import dialect
 from kslserve.api.merge import merge
 from kslserve.api.responses_calls import Wire
 from kslserve.api.responses_output import COMPLETED, INCOMPLETE, OutputItems
@@ -71,7 +72,7 @@ class _Response:
             "incomplete_details": None,
             "output": [],
             "usage": None,
-            "x_kslserve": {"seed": self._seed},
+            "x_kslserve": dialect.extension(self._seed),
             **more,
         }
 
@@ -80,7 +81,11 @@ class _Response:
         status = INCOMPLETE if event.reason in _CUT else COMPLETED
         wires: list[Wire] = []
         self.items.close(status, wires)
-        more: dict[str, Any] = {"output": self.items.items, "usage": usage_object(event.usage)}
+        more: dict[str, Any] = {
+            "output": self.items.items,
+            "usage": usage_object(event.usage),
+            "x_kslserve": dialect.extension(self._seed, event.usage),
+        }
         if status == INCOMPLETE:
             more["incomplete_details"] = {"reason": "max_output_tokens"}
         else:

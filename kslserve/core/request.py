@@ -78,7 +78,8 @@ class Request:
     lower runs first. reasoning_budget: most tokens of reasoning, None for no such limit. force: the
     answer that the model must give, end tags and calls as it would write them; only for servers
     with test hooks. response_format: None for text. allowed_tools: names of the tools that may be
-    called, None for all; the prompt describes all of them either way, so it stays the same."""
+    called, None for all; the prompt describes all of them either way, so it stays the same.
+    statistics: tell what the answer took."""
 
     model: str
     messages: tuple[Message, ...]
@@ -101,6 +102,7 @@ class Request:
     response_format: ResponseFormat | None = None
     force: str | None = None
     allowed_tools: frozenset[str] | None = None
+    statistics: bool = False
 
     @property
     def callable_tools(self) -> tuple[ToolSpec, ...]:

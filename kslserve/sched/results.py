@@ -80,6 +80,7 @@ class Results:
         if drafter is not None and speculator is not None:
             self._outgoing.steady &= not speculator.learn(sequence, drafter, result)
         if tokens:
+            sequence.rounds += 1
             self._roster.outbox.spoken.append((sequence, result))
         elif result.logprobs:
             sequence.scored = result.position

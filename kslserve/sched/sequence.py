@@ -120,6 +120,7 @@ class Sequence:
     positions of its prompt that get one. kept: end of the last new checkpoint of its state. path:
     its prompt in the index of prefixes. scored: prompt positions whose scores were told. masked:
     version of its guide's mask that the engine has. drafter: what it drafts, None for nothing.
+    rounds: waves that sampled for it.
     """
 
     __slots__ = (
@@ -151,6 +152,7 @@ class Sequence:
         "queued",
         "reserved",
         "room",
+        "rounds",
         "row",
         "saves",
         "scored",
@@ -179,6 +181,7 @@ class Sequence:
         self.slab = -1
         self.blocks: list[int] = []
         self.reserved = 0
+        self.rounds = 0
         self.tabled = 0
         self.room = 0
         self.last_wave = 0

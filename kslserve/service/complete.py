@@ -10,13 +10,14 @@ from collections.abc import Iterable
 import numpy as np
 
 from kslserve.core.events import Event, Failed, Finished, Started
-from kslserve.core.usage import FinishReason, Usage
+from kslserve.core.usage import FinishReason, Statistics, Usage
 from kslserve.engine.types import Ids
 from kslserve.errors import ContextLengthExceeded, InvalidRequest, KslError, QueueFull
 from kslserve.sched.scheduler import Job
 from kslserve.service.completion import Completion, CompletionOptions
 from kslserve.service.generation import OnEvents
 from kslserve.service.service import Service, new_seed
+from kslserve.service.statistics import statistics_of
 
 PARALLEL = 8  # prompts of one request that run or wait at a time
 
@@ -66,7 +67,7 @@ class Completions:
         on_events: OnEvents,
     ) -> None:
         self.seed = new_seed(options.sampling.seed)
-        self.usage = Usage()
+        self.usage = Usage(statistics=Statistics() if options.statistics else None)
         self.admitted_at: float | None = None
         self.first_token_at: float | None = None
         self.reason: FinishReason | None = None
@@ -86,7 +87,8 @@ class Completions:
             index, (text, ids) = self._waiting[0]
             completion = Completion(self, self._service.tokenizer, self._options, index, text, ids)
             try:
-                self._service.submit(self._job(ids, completion.max_new_tokens), completion)
+                job = self._job(ids, completion.max_new_tokens)
+                completion.sequence = self._service.submit(job, completion)
             except QueueFull:
                 if not self._running:
                     raise
@@ -118,6 +120,8 @@ class Completions:
         last."""
         self._service.ended(completion)
         self._running.discard(completion)
+        if self.usage.statistics is not None and completion.sequence is not None:
+            self.usage.statistics.add(statistics_of(completion.sequence, completion))
         error = completion.error
         if error is None and self._reason is not FinishReason.CANCELLED:
             try:

@@ -18,6 +18,7 @@ from kslserve.core.usage import FinishReason, Usage
 from kslserve.engine.types import Ids
 from kslserve.errors import KslError
 from kslserve.parse.stops import StopMatcher
+from kslserve.sched.sequence import Sequence as Timeline
 from kslserve.text.detokenizer import Detokenizer
 from kslserve.text.tokenizer import Tokenizer
 
@@ -37,6 +38,7 @@ class CompletionOptions:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     priority: int = 0
+    statistics: bool = False
 
 
 class Owner(Protocol):
@@ -71,6 +73,7 @@ class Completion:
         self.ended_at: float | None = None
         self.reason: FinishReason | None = None
         self.error: KslError | None = None
+        self.sequence: Timeline | None = None
         self._owner = owner
         self._tokenizer = tokenizer
         self._index = index

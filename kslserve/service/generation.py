@@ -20,7 +20,7 @@ from kslserve.core.events import (
     TokenLogprob,
     ToolCallEnd,
 )
-from kslserve.core.usage import FinishReason, Usage
+from kslserve.core.usage import FinishReason, Statistics, Usage
 from kslserve.engine.types import Ids
 from kslserve.errors import KslError
 from kslserve.parse.stops import StopMatcher
@@ -73,6 +73,7 @@ class Generation:
         self.reason: FinishReason | None = None
         self.error: KslError | None = None
         self.on_text: Callable[[str], None] | None = None
+        self.statistics: Callable[[], Statistics] | None = None
         self.written: Callable[[], int] | None = None
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer)
@@ -279,5 +280,7 @@ class Generation:
             self.usage.cache_write_tokens = self.written()
         self.reason = reason
         self.error = error
+        if self.statistics is not None:
+            self.usage.statistics = self.statistics()
         if self._on_ended is not None:
             self._on_ended(self)

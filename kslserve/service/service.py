@@ -27,6 +27,7 @@ from kslserve.service.guides import Guides
 from kslserve.service.model import ServedModel
 from kslserve.service.prepare import Prepared, Preparer
 from kslserve.service.recoveries import Recoveries
+from kslserve.service.statistics import statistics_of
 from kslserve.text.rendered import Rendered
 from kslserve.text.tokenizer import Tokenizer
 
@@ -188,6 +189,8 @@ class Service:
             on_turn=lambda turn: self.preparer.echo.record(turn, prepared.context),
         )
         sequence = self.submit(job, generation)
+        if request.statistics:
+            generation.statistics = lambda: statistics_of(sequence, generation)
         generation.written = lambda: sequence.written_tokens
         if guide is not None:
             loop = asyncio.get_running_loop()

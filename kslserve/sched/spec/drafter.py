@@ -32,9 +32,8 @@ ASLEEP_MAX = 16  # most waves between two looks
 
 @dataclass(slots=True)
 class DraftStats:
-    """Of one sequence. rounds: waves that sampled for it. Drafts verified and accepted, by kind."""
+    """Of one sequence: drafts verified and accepted, by kind, and the steps of its ladder."""
 
-    rounds: int = 0
     ngram: int = 0
     ngram_accepted: int = 0
     mtp: int = 0

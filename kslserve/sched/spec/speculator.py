@@ -155,7 +155,6 @@ class Speculator:
         one."""
         if not result.tokens and not drafter.lanes:
             return drafter.live
-        drafter.stats.rounds += 1
         if drafter.asleep:
             drafter.asleep -= 1
             return not drafter.asleep
