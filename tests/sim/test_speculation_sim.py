@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -297,3 +298,20 @@ def test_a_guided_sequence_never_drafts() -> None:
     assert got.sequence is not None
     assert got.sequence.drafter is None
     assert len(got.batches) == 40
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5, 0.8, 1.0])
+def test_drafts_that_come_true_as_often_as_wanted(rate: float) -> None:
+    """The hook of the bench: the output is forced, MTP's drafts are replaced."""
+    forced = np.random.default_rng(3).integers(0, 512, 230, dtype=np.int32)
+    policy = SpecPolicy(ngram=False, depth=4, lanes=4, always=True, oracle=rate)
+    got = run_one(job(5, 230, forced=forced), policy, HashModel(512))
+    assert got.ids == forced.tolist()
+    stats = stats_of(got)
+    if rate in (0.0, 1.0):
+        assert stats.mtp > 20
+        assert stats.mtp_accepted == rate * stats.mtp
+    else:
+        # Of a chain of 4, so many are right before the first wrong one.
+        expected = sum(rate**i for i in range(1, 5)) / 4
+        assert abs(stats.mtp_accepted / stats.mtp - expected) < 0.15

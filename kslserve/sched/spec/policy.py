@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class SpecPolicy:
     """ngram, mtp: which drafters. depth: most MTP drafts of a round; lanes: most drafts of a round
     in all. always: draft as much as that allows, whatever it costs and however rarely it comes true
-    (tests and benches). oracle: draft what a job is forced to sample, each token right with this
-    probability (the same)."""
+    (tests and benches). oracle: probability that a draft is right, for jobs whose output is forced
+    (the same)."""
 
     ngram: bool = True
     mtp: bool = True

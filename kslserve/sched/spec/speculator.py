@@ -17,6 +17,7 @@ from kslserve.sched.spec.acceptance import DEPTH_PRIOR, MATCH_PRIOR, Averages
 from kslserve.sched.spec.cost import WaveCosts
 from kslserve.sched.spec.depth import choose_depths, choose_lanes
 from kslserve.sched.spec.drafter import Drafter
+from kslserve.sched.spec.oracle import Oracle
 from kslserve.sched.spec.policy import SpecPolicy
 
 _log = log.get("spec")
@@ -50,7 +51,11 @@ class Speculator:
         if sequence.drafter is not None:
             sequence.drafter.held = []  # they were the slot's
         elif sequence.job.guide is None:
-            sequence.drafter = Drafter(self._matches, self._chain, self._lanes)
+            rate, forced = self.policy.oracle, sequence.job.forced
+            if rate is None or forced is None:
+                sequence.drafter = Drafter(self._matches, self._chain, self._lanes)
+            else:
+                sequence.drafter = Oracle(self._chain, self._lanes, forced, rate)
 
     # ------------------------------------------------------------ before a wave
 
