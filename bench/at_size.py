@@ -1,0 +1,208 @@
+"""A full-size model behind the whole stack: first tokens cold and warm, decode beside a long
+prompt, and agent-shaped churn.
+
+    python -m bench.at_size [--cases first,mixed,churn] [--tokens 8192,32768,131072] [--seconds 60]
+                            [--save] [-- FLAGS]
+
+FLAGS go to the server; by default it serves `synth:27b` in NVFP4 on the CUDA device. `first`: a
+prompt nobody has seen, then the next turn of that conversation with 200 new tokens; `ratio` is how
+many times sooner the second begins. `mixed`: gaps between tokens of four streams, before and while
+a prompt of the longest size is computed, beside the bound that is configured. `churn`: sixteen
+clients whose conversations grow, some of them hanging up in the middle; in the end nothing may be
+held that was free before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import random
+import statistics
+import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from bench.apc import Message, Server, Texts, ask
+from bench.report import Report
+
+DEFAULT_FLAGS = ("--model", "synth:27b", "--weights", "nvfp4", "--device", "cuda")
+STREAMS = 4
+CLIENTS = 16
+ALONE_S = 1.5
+NEW_TOKENS = 200
+TARGET = 50  # warm over cold, at 32k
+SETTLE_S = 30
+
+
+def gaps_of(server: Server, messages: list[Message], tokens: int, stop: threading.Event) -> list[
+    tuple[float, float]
+]:  # fmt: skip
+    """(when, seconds since the one before) of every chunk after the first, until `stop`."""
+    body = {
+        "model": "m", "messages": messages, "max_tokens": tokens, "temperature": 1, "stream": True,
+        "ignore_eos": True,
+    }  # fmt: skip
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    connection.request(
+        "POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"}
+    )
+    response = connection.getresponse()
+    found: list[tuple[float, float]] = []
+    last = 0.0
+    for line in response:
+        if not line.startswith(b"data: {"):
+            continue
+        now = time.perf_counter()
+        if last:
+            found.append((now, now - last))
+        last = now
+        if stop.is_set():
+            break
+    connection.close()
+    return found
+
+
+def health(server: Server) -> dict[str, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    connection.request("GET", "/healthz")
+    found: dict[str, Any] = json.loads(connection.getresponse().read())
+    connection.close()
+    return found
+
+
+def device_mib() -> int:
+    """Memory in use on the device; 0 where it cannot be asked."""
+    try:
+        out = subprocess.run(
+            ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"],
+            capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return 0
+    return int(out.split()[0])
+
+
+def first(report: Report, server: Server, texts: Texts, sizes: list[int]) -> None:
+    for tokens in sizes:
+        messages = texts.conversation(tokens)
+        cold = ask(server, messages, 16)
+        warm = ask(server, texts.follow(messages, cold, NEW_TOKENS))
+        ratio = cold.first_s / warm.first_s
+        prompt = int(cold.usage["prompt_tokens"])
+        report.add(
+            f"first_{tokens}", cold_ms=cold.first_s * 1e3, warm_ms=warm.first_s * 1e3,
+            prompt_tok_s=prompt / cold.first_s, cached=warm.cached, ratio=ratio, target=TARGET,
+            of="the same server, cold",
+        )  # fmt: skip
+
+
+def mixed(report: Report, server: Server, texts: Texts, sizes: list[int]) -> None:
+    stop = threading.Event()
+    with ThreadPoolExecutor(STREAMS) as pool:
+        jobs = [
+            pool.submit(gaps_of, server, texts.conversation(500), 20000, stop)
+            for _ in range(STREAMS)
+        ]
+        time.sleep(ALONE_S)
+        begun = time.perf_counter()
+        answer = ask(server, texts.conversation(sizes[-1]))
+        ended = begun + answer.first_s
+        stop.set()
+        gaps = [gap for job in jobs for gap in job.result()]
+    for name, part in (
+        ("alone", [gap for at, gap in gaps if begun - ALONE_S / 2 < at < begun]),
+        ("beside_prompt", [gap for at, gap in gaps if begun < at < ended]),
+    ):
+        if len(part) < 2:
+            continue
+        ranks = statistics.quantiles(part, n=100, method="inclusive")
+        report.add(
+            f"mixed_{name}", gaps=len(part), p50_ms=ranks[49] * 1e3, p99_ms=ranks[98] * 1e3,
+            most_ms=max(part) * 1e3, ratio=max(part) * 1e3 / 250, of="the default --decode-gap-ms",
+        )  # fmt: skip
+    report.add("mixed_prompt", tokens=sizes[-1], first_ms=answer.first_s * 1e3)
+
+
+def churn(report: Report, server: Server, texts: Texts, seconds: float, most: int) -> None:
+    lock = threading.Lock()
+    end = time.monotonic() + seconds
+    counts = {"requests": 0, "hung_up": 0, "prompt": 0, "cached": 0}
+
+    def client(number: int) -> None:
+        rng = random.Random(number)
+        messages: list[Message] = []
+        size = 0
+        while time.monotonic() < end:
+            with lock:
+                if not messages:
+                    messages, size = texts.conversation(rng.randrange(500, 6000)), 0
+                body = list(messages)
+            if rng.random() < 0.15:
+                stop = threading.Event()
+                threading.Timer(rng.random(), stop.set).start()
+                gaps_of(server, body, 400, stop)
+                counts["hung_up"] += 1
+                continue
+            answer = ask(server, body, rng.randrange(4, 120))
+            counts["requests"] += 1
+            size = int(answer.usage["prompt_tokens"])
+            counts["prompt"] += size
+            counts["cached"] += answer.cached
+            with lock:
+                grown = texts.follow(messages, answer, rng.choice((50, 200, 2000)))
+            messages = grown if size < most and rng.random() < 0.93 else []
+
+    before, memory = health(server)["scheduler"], device_mib()
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        list(pool.map(client, range(CLIENTS)))
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        after = health(server)["scheduler"]
+        if not after["running"] + after["queued"] or time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
+    kept = {name: after[name] - before[name] for name in ("slots_free", "blocks_free", "running")}
+    report.add(
+        "churn", **counts, shared=counts["cached"] / max(counts["prompt"], 1),
+        **{f"{name}_change": value for name, value in kept.items()},
+        device_mib_change=device_mib() - memory, last_error=after["last_error"],
+    )  # fmt: skip
+    if any(kept.values()):
+        raise SystemExit(f"not everything was given back: {kept}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", default="first,mixed,churn")
+    parser.add_argument("--tokens", default="8192,32768,131072")
+    parser.add_argument("--seconds", type=float, default=60, help="of churn")
+    parser.add_argument("--most", type=int, default=60000, help="tokens to which churn grows")
+    parser.add_argument("--save", action="store_true")
+    parser.add_argument("flags", nargs="*", help="flags of the server, after --")
+    args = parser.parse_args()
+    sizes = sorted(map(int, args.tokens.split(",")))
+    window = sizes[-1] + 4096
+    server = Server(
+        *(args.flags or DEFAULT_FLAGS), "--context", str(window),
+        "--kv-tokens", str(4 * window), "--max-seqs", "16",
+    )  # fmt: skip
+    report = Report("at_size")
+    texts = Texts(seed=5)
+    try:
+        for case in args.cases.split(","):
+            if case == "first":
+                first(report, server, texts, sizes)
+            elif case == "mixed":
+                mixed(report, server, texts, sizes)
+            else:
+                churn(report, server, texts, args.seconds, min(args.most, window - 4000))
+    finally:
+        server.stop()
+    report.write(args.save)
+
+
+if __name__ == "__main__":
+    main()
