@@ -224,6 +224,7 @@ void mtp_propose(Backend *b) {
   }
   if (!n) return;
   const uint64_t begun = now_ns();
+  const int vocab = b->config->draft_vocab > 0 ? b->config->draft_vocab : s->vocab;
   const Columns trunk = b->batch;
   const int capacity = b->column_capacity;
   int32_t *token = b->columns + kToken * capacity, *position = b->columns + kPosition * capacity;
@@ -274,8 +275,9 @@ void mtp_propose(Backend *b) {
       gather_columns(&b->device, b->chain, b->hidden_stride, s->hidden, b->d_job_columns + first,
                      b->head_in, head_split(b), part);
       head_logits(b, part);
-      sample_columns(&b->device, b->slot_arrays, b->d_sample_jobs + first, part, b->logits,
-                     b->adjusted, b->vocab_stride, b->d_ids + first);
+      sample_drafts(&b->device, b->slot_arrays, b->d_sample_jobs + first, part, vocab,
+                    b->config->draft_margin, b->logits, b->adjusted, b->vocab_stride,
+                    b->d_ids + first);
     }
     keep_error(&b->device,
                cudaMemcpyAsync(b->ids, b->d_ids, n * sizeof(int32_t), cudaMemcpyDeviceToHost,
@@ -287,7 +289,7 @@ void mtp_propose(Backend *b) {
       Slot *slot = row->slot;
       const int32_t id = b->ids[i];
       if (id < 0) {
-        row->done->flags |= KSL_DONE_BAD_DRAFT;
+        if (id == -1) row->done->flags |= KSL_DONE_BAD_DRAFT;
         row->ended = true;
         continue;
       }

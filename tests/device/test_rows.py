@@ -161,6 +161,29 @@ def test_drafts_are_those_of_the_reference(opened: Opener) -> None:
     np.testing.assert_array_equal(found[0], found[1])
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, HOT])
+def test_margin_and_cap_of_drafts_are_those_of_the_reference(
+    opened: Opener, sampling: SamplingParams
+) -> None:
+    """float32 weights: the scores differ in their last bits only, the chains not at all."""
+    spec = spec_named("round")
+    tensors = tiny_tensors(spec, tiny_arrays(spec), "f32")
+    found = []
+    for on in ("cuda", "cpu"):
+        chains = []
+        for options in ({"draft_margin": 0.3}, {"draft_margin": 1.5}, {"draft_vocab": 300}):
+            driver = opened(spec, tensors, on=on, **options)
+            for seed in range(6):
+                stream = driver.begin(0, sampling=sampling, seed=seed)
+                row = stream.row(RowKind.LAST, IDS[seed : seed + 30], propose=6)
+                chains.append(stream.run(row).rows[0].drafts)
+        found.append(chains)
+    assert found[0] == found[1]
+    lengths = [sum(map(len, found[0][i : i + 6])) for i in (0, 6, 12)]
+    assert 36 > lengths[0] > lengths[1]
+    assert max(token for chain in found[0][12:] for token in chain) < 300
+
+
 def test_cuts_copies_and_images(driver: Driver) -> None:
     stream = driver.begin(0)
     row = stream.row(RowKind.PREFILL, IDS[:64], cuts=((1, 6), (30, 7), (64, 8)))

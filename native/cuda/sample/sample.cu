@@ -19,29 +19,36 @@ __device__ inline unsigned order_of(float v) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// Best of a block by (score, lower id). Every thread gets it.
-__device__ void best_of_block(double &score, int &id) {
-  __shared__ double scores[32];
+// Best of a block by (score, lower id), and with kLead the score of the second best. Every thread
+// gets them.
+template <bool kLead>
+__device__ void best_of_block(double &score, int &id, double &second) {
+  __shared__ double scores[32], seconds[32];
   __shared__ int ids[32];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const auto take = [&](double other, int other_id) {
-    if (other_id >= 0 && (id < 0 || other > score || (other == score && other_id < id))) {
+  const auto take = [&](double other, int other_id, double other_second) {
+    if (other_id < 0 || other_id == id) return;
+    if (id < 0 || other > score || (other == score && other_id < id)) {
+      if (kLead) second = id < 0 || other_second > score ? other_second : score;
       score = other;
       id = other_id;
+    } else if (kLead && other > second) {
+      second = other;
     }
   };
   for (int i = 16; i > 0; i >>= 1) {
     const double other = __shfl_xor_sync(kAll, score, i);
     const int other_id = __shfl_xor_sync(kAll, id, i);
-    take(other, other_id);
+    take(other, other_id, kLead ? __shfl_xor_sync(kAll, second, i) : 0.0);
   }
   __syncthreads();
   if (lane == 0) {
     scores[warp] = score;
     ids[warp] = id;
+    if (kLead) seconds[warp] = second;
   }
   __syncthreads();
-  for (int w = 0; w < kThreads / 32; w++) take(scores[w], ids[w]);
+  for (int w = 0; w < kThreads / 32; w++) take(scores[w], ids[w], kLead ? seconds[w] : 0.0);
 }
 
 // The candidates that the filters have left: order > cut, and of order == cut the ids up to last.
@@ -185,9 +192,11 @@ __device__ void adjust(const SlotArrays &slots, const SlotParams &p, const Sampl
   }
 }
 
+// kLead: a draft is wanted, -2 where it leads by less than `margin`.
+template <bool kLead>
 __global__ void __launch_bounds__(kThreads)
     sample_kernel(SlotArrays slots, const SampleJob *jobs, const float *all_logits, float *adjusted,
-                  int64_t stride, int32_t *ids) {
+                  int64_t stride, float margin, int32_t *ids) {
   begin_chained();
   __shared__ Selection selection;
   __shared__ float scratch[32];
@@ -199,7 +208,7 @@ __global__ void __launch_bounds__(kThreads)
   const uint32_t *mask = slots.mask + static_cast<int64_t>(job.slot) * slots.words;
 
   bool bad = false;
-  float most = kNone;
+  float most = kNone, next = kNone;
   int best = -1;
   if (!p.use_counts && p.n_bias == 0 && !p.has_mask) {
     logits = raw;
@@ -208,8 +217,11 @@ __global__ void __launch_bounds__(kThreads)
       const float v = raw[i];
       bad |= !(v < INFINITY);
       if (v > most && i < limit) {
+        next = most;
         most = v;
         best = i;
+      } else if (kLead && v > next && i < limit) {
+        next = v;
       }
     }
   } else {
@@ -220,22 +232,25 @@ __global__ void __launch_bounds__(kThreads)
       if (p.has_mask && !(mask[i >> 5] >> (i & 31) & 1u)) v = changed[i] = kNone;
       bad |= !(v < INFINITY);
       if (v > most) {
+        next = most;
         most = v;
         best = i;
+      } else if (kLead && v > next) {
+        next = v;
       }
     }
     logits = changed;
   }
   bad = __syncthreads_or(bad);
-  double top = most;
-  best_of_block(top, best);
+  double top = most, second = next;
+  best_of_block<kLead>(top, best, second);
   most = static_cast<float>(top);
   if (bad || best < 0) {
     if (threadIdx.x == 0) ids[blockIdx.x] = -1;
     return;
   }
   if (p.temperature == 0) {
-    if (threadIdx.x == 0) ids[blockIdx.x] = best;
+    if (threadIdx.x == 0) ids[blockIdx.x] = kLead && top - second < margin ? -2 : best;
     return;
   }
 
@@ -288,22 +303,26 @@ __global__ void __launch_bounds__(kThreads)
   const uint64_t key = noise_key(p.seed, job.position);
   double score = kNone;
   int id = -1;
+  second = kNone;
   for (int i = threadIdx.x; i < limit; i += kThreads) {
     const float v = logits[i];
     if (!(v > kNone) || !cut.takes(order_of(v), i)) continue;
     const float scaled = (v - most) / p.temperature;
     if (scaled < min_scaled) continue;
     const uint64_t word = hash_at(key, static_cast<uint64_t>(i));
-    if (static_cast<double>(scaled + noise_bound(word)) < score) continue;
+    if (static_cast<double>(scaled + noise_bound(word)) < (kLead ? second : score)) continue;
     if (p.min_p > 0 && exp_f32(scaled) < p.min_p) continue;
     const double mine = static_cast<double>(scaled) + noise_of(word);
     if (mine > score || id < 0) {
+      second = score;
       score = mine;
       id = i;
+    } else if (kLead && mine > second) {
+      second = mine;
     }
   }
-  best_of_block(score, id);
-  if (threadIdx.x == 0) ids[blockIdx.x] = id;
+  best_of_block<kLead>(score, id, second);
+  if (threadIdx.x == 0) ids[blockIdx.x] = kLead && score - second < margin ? -2 : id;
 }
 
 __global__ void mark_kernel(uint32_t *seen, int32_t *counts, const int32_t *ids, int n,
@@ -318,8 +337,21 @@ __global__ void mark_kernel(uint32_t *seen, int32_t *counts, const int32_t *ids,
 
 void sample_columns(Device *device, const SlotArrays &slots, const SampleJob *jobs, int n,
                     const float *logits, float *adjusted, int64_t stride, int32_t *ids) {
-  KSL_CHAIN(device, "sample", sample_kernel, n, kThreads, slots, jobs, logits, adjusted, stride,
-            ids);
+  KSL_CHAIN(device, "sample", sample_kernel<false>, n, kThreads, slots, jobs, logits, adjusted,
+            stride, 0.0f, ids);
+}
+
+void sample_drafts(Device *device, const SlotArrays &slots, const SampleJob *jobs, int n, int vocab,
+                   float margin, const float *logits, float *adjusted, int64_t stride,
+                   int32_t *ids) {
+  SlotArrays some = slots;
+  if (vocab < some.token_limit) some.token_limit = vocab;
+  if (margin > 0)
+    KSL_CHAIN(device, "draft", sample_kernel<true>, n, kThreads, some, jobs, logits, adjusted,
+              stride, margin, ids);
+  else
+    KSL_CHAIN(device, "draft", sample_kernel<false>, n, kThreads, some, jobs, logits, adjusted,
+              stride, 0.0f, ids);
 }
 
 void mark_ids(Device *device, const SlotArrays &slots, int slot, const int32_t *ids, int n,

@@ -30,6 +30,11 @@ struct SampleJob {
 // ids[i]: the id sampled from row i of logits, -1 for bad logits. adjusted: [n][stride] scratch.
 void sample_columns(Device *device, const SlotArrays &slots, const SampleJob *jobs, int n,
                     const float *logits, float *adjusted, int64_t stride, int32_t *ids);
+// The same for a draft head of which only the first `vocab` rows count. ids[i] is -2 where the
+// score of the best id leads that of the second best one by less than `margin`.
+void sample_drafts(Device *device, const SlotArrays &slots, const SampleJob *jobs, int n, int vocab,
+                   float margin, const float *logits, float *adjusted, int64_t stride,
+                   int32_t *ids);
 
 // Marks prompt or output ids of a slot. counted: output ids.
 void mark_ids(Device *device, const SlotArrays &slots, int slot, const int32_t *ids, int n,
