@@ -266,6 +266,7 @@ int plan_rows(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
   b->batch.slot = b->d_columns + kSlotOf * capacity;
   b->batch.row = b->d_columns + kRowOf * capacity;
   b->batch.source = b->d_columns + kSource * capacity;
+  form_splits(b);
   return KSL_OK;
 }
 

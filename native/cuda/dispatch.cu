@@ -13,7 +13,7 @@ namespace ksl {
 
 namespace {
 
-const Split kNoSplit = {nullptr, 0, 1.0f};
+const Split kNoSplit = {nullptr, 0, 1.0f, 0};
 
 Split split_for(const Group &group, const Split &split) {
   return group.n_packed > 0 ? split : kNoSplit;
@@ -328,9 +328,10 @@ void stage_mlp(void *context, int layer) {
   const Split act_split = split_for(w.down, b->mlp_split);
   const bool pair = w.gate_up.n_packed == 1 && w.gate_up.packed[0].pair;
   const bool parts = !pair || b->taps;
+  const bool floats = parts || w.down.n_plain > 0;
   const Output outputs[] = {{parts ? b->mlp_gate : nullptr, b->mlp_stride},
                             {parts ? b->mlp_up : nullptr, b->mlp_stride}};
-  const PairOutput act = {b->mlp_act, b->mlp_stride, act_split};
+  const PairOutput act = {floats ? b->mlp_act : nullptr, b->mlp_stride, act_split};
   gemm_group(&b->device, w.gate_up, b->normed, b->hidden_stride, b->hidden_split, outputs, &act,
              b->batch.n);
   if (!pair)
@@ -537,6 +538,14 @@ void tap_append(Backend *b, Tap tap, int layer, const float *data, int64_t strid
       }
     }
   }
+}
+
+void form_splits(Backend *b) {
+  const bool wide = b->wide && b->batch.n > kWideTokens;
+  Split *const splits[] = {&b->hidden_split, &b->value_split, &b->query_split, &b->mlp_split,
+                           &b->mtp_split};
+  for (Split *split : splits)
+    split->groups = wide ? divide_up(b->column_capacity, kPanelTokens) : 0;
 }
 
 void head_logits(Backend *b, int n) {

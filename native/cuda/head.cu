@@ -256,6 +256,7 @@ void mtp_propose(Backend *b) {
     n = kept;
     if (n == 0) break;
     b->batch.n = n;
+    form_splits(b);
     upload_columns(b, n);
     upload(b, b->d_job_columns, b->job_columns, n * sizeof(int32_t));
     upload(b, b->d_sample_jobs, b->sample_jobs, n * sizeof(SampleJob));

@@ -60,6 +60,7 @@ int open_device(Backend *b, ksl_error *error) {
   }
   b->major = properties.major;
   snprintf(b->name, sizeof b->name, "sm_%d%d", properties.major, properties.minor);
+  b->wide = properties.major == 9;
   return KSL_OK;
 }
 
@@ -149,9 +150,9 @@ int make_pools(Backend *b, ksl_error *error) {
 }
 
 Split make_split(Backend *b, int columns, int width, float scale) {
-  Split split = {nullptr, divide_up(width, kSuper) * (kSuper / kPiece), scale};
+  Split split = {nullptr, divide_up(width, kSuper) * (kSuper / kPiece), scale, 0};
   const size_t groups = divide_up(columns, kTileTokens);
-  split.data = own_many<__half>(b, groups * split.pieces * 512);
+  split.data = own_many<__half>(b, groups * split.pieces * 512 + kPanelSlack * kPiece);
   return split;
 }
 
@@ -419,10 +420,13 @@ void cuda_info(Backend *b, ksl_info *info) {
   info->pool_bytes = b->pool_bytes;
   info->scratch_bytes = b->scratch_bytes;
   snprintf(info->isa, sizeof info->isa, "%s", b->name);
-  // Two halves carry 22 bits of every activation of a packed product, all else is float32.
+  // Two halves carry 22 bits of every activation of a packed product, one half 11 bits in waves of
+  // many tokens; all else is float32. So what a token's wave held beside it can change its bits.
   const bool packed = b->encodings & (1u << KSL_ENC_E2M3 | 1u << KSL_ENC_NVFP4);
-  snprintf(info->activation, sizeof info->activation, packed ? "f16x2" : "float");
-  snprintf(info->equality, sizeof info->equality, b->long_rows ? "tolerance" : "bit");
+  const bool both = packed && b->wide && b->config->wave_columns > kWideTokens;
+  snprintf(info->activation, sizeof info->activation,
+           both ? "f16x2, f16" : (packed ? "f16x2" : "float"));
+  snprintf(info->equality, sizeof info->equality, both || b->long_rows ? "tolerance" : "bit");
   int at = snprintf(info->numerics, sizeof info->numerics,
                     "cuda %.16s %.12s %s kv=%s %s weights=", ksl_source_digest(), KSL_CUDA_DIGEST,
                     b->name, kv_format_name(b->config->kv_format), info->activation);

@@ -152,6 +152,7 @@ struct Backend {
   bool kv_only;
   bool normed_ready;  // the layer before has made this layer's in_norm
   bool multi;         // a row has more than one column
+  bool wide;          // the device has the kernels for many tokens
   bool taps;
   int most_position;
   int column_capacity;
@@ -204,6 +205,8 @@ bool wants_tap(const Backend *b, const char *name, bool prefix);
 void tap_append(Backend *b, Tap tap, int layer, const float *data, int64_t stride, int columns,
                 int segments, int width, int64_t segment_stride);
 void head_logits(Backend *b, int n);
+// Which form the splits have for the columns of `batch`.
+void form_splits(Backend *b);
 void norm_columns(Backend *b, const float *gain, float *out, const Split &split, bool residual,
                   bool zero_first);
 // Replays the accepted columns of VERIFY rows.

@@ -1,10 +1,11 @@
-// Activations as the matrix kernels read them: each float32 value as the sum of two halves, in the
-// order of the B fragments of an m16n8k16 product.
+// Activations as the matrix kernels read them.
 //
-// A product has eight columns: the high and low halves of four tokens. Of a piece of 64 input
-// elements a lane (column n = lane / 4, s = lane % 4) holds the 16 from 16 s on, as two parts of 8.
+// Waves of few tokens: each float32 value is the sum of two halves, in the order of the B fragments
+// of an m16n8k16 product. A product has eight columns: the high and low halves of four tokens. Of a
+// piece of 64 input elements a lane (column n = lane / 4, s = lane % 4) holds the 16 from 16 s on,
+// as two parts of 8. Waves of many tokens: a panel, in the same memory.
 #pragma once
-#include "device.cuh"
+#include "panel.cuh"
 
 namespace ksl {
 
@@ -16,9 +17,18 @@ struct Split {
   __half *data;  // [ceil(tokens / 4)][pieces][2][32][8], null: nobody reads it
   int pieces;    // a multiple of 4
   float scale;   // a power of two that is multiplied in
+  int groups;    // 0, or `data` is a panel of so many eights of tokens
 };
 
+__host__ __device__ inline Panel panel_of(const Split &split) {
+  return {reinterpret_cast<uint8_t *>(split.data), split.groups, split.scale};
+}
+
 __device__ inline void split_store(const Split &to, int token, int k, float value) {
+  if (to.groups > 0) {
+    panel_store(panel_of(to), token, k, value);
+    return;
+  }
   const float x = value * to.scale;
   const __half high = __float2half_rn(x);
   const __half low = __float2half_rn(x - __half2float(high));
@@ -32,6 +42,10 @@ __device__ inline void split_store(const Split &to, int token, int k, float valu
 
 // Eight elements from k on, a multiple of 8.
 __device__ inline void split_store8(const Split &to, int token, int k, const float (&values)[8]) {
+  if (to.groups > 0) {
+    panel_store8(panel_of(to), token, k, values);
+    return;
+  }
   alignas(16) __half2 high[4], low[4];
 #pragma unroll
   for (int i = 0; i < 4; i++) {

@@ -1,8 +1,9 @@
 // Products of activations with weights, y[token][row] = sum_k x[token][k] w[row][k].
 //
-// Two kernels. `packed` streams FP6 and NVFP4 weights in fragment order through tensor cores;
-// `plain` decodes any encoding and multiplies in float32. In both an output element has one order
-// of additions, whatever else is computed beside it.
+// Three kernels. `packed` streams FP6 and NVFP4 weights in fragment order through tensor cores;
+// `wide` does the same for waves of many tokens, whose activations are single halves; `plain`
+// decodes any encoding and multiplies in float32. In each an output element has one order of
+// additions, whatever else is computed beside it.
 #pragma once
 #include "../common/raw.cuh"
 #include "../common/split.cuh"
@@ -10,6 +11,8 @@
 namespace ksl {
 
 constexpr int kGroupParts = 4;
+// Waves of more tokens are multiplied by the wide kernels, where the device has them.
+constexpr int kWideTokens = 64;
 constexpr int kMaxSlices = 16;
 constexpr int kQuarters = 4;
 
@@ -47,7 +50,7 @@ struct Group {
 
 // What a pair writes beside gate and up.
 struct PairOutput {
-  float *act;
+  float *act;  // null: not wanted
   int stride;
   Split split;
 };

@@ -16,6 +16,7 @@ struct PackedArgs {
   float x_inverse;
   int tokens;
   PairOutput pair;
+  bool paired;
 };
 
 __device__ inline uint4 load_once(const void *p) {
@@ -143,7 +144,7 @@ __device__ inline void finish(const PackedArgs &a, int tile, int group, int lane
   if (token >= a.tokens) return;
   const float low = (c[0] + c[1]) * a.x_inverse * a.scale[tile * 16 + g];
   const float high = (c[2] + c[3]) * a.x_inverse * a.scale[tile * 16 + g + 8];
-  if (a.pair.act != nullptr) {
+  if (a.paired) {
     const int row = tile * 8 + g;
     if (row >= a.parts[0].rows) return;
     if (a.outputs[0].y != nullptr) {
@@ -151,7 +152,8 @@ __device__ inline void finish(const PackedArgs &a, int tile, int group, int lane
       a.outputs[1].y[static_cast<int64_t>(token) * a.outputs[1].stride + row] = high;
     }
     const float value = silu(low) * high;
-    a.pair.act[static_cast<int64_t>(token) * a.pair.stride + row] = value;
+    if (a.pair.act != nullptr)
+      a.pair.act[static_cast<int64_t>(token) * a.pair.stride + row] = value;
     if (a.pair.split.data != nullptr) split_store(a.pair.split, token, row, value);
     return;
   }

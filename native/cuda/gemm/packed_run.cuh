@@ -22,6 +22,7 @@ inline PackedArgs packed_args(const Packed &m, const Split &x, const Output *out
   a.x_inverse = 1.0f / x.scale;
   a.tokens = tokens;
   if (m.pair) a.pair = *pair;
+  a.paired = m.pair;
   return a;
 }
 

@@ -129,12 +129,16 @@ void packed_e2m3(Device *device, const Packed &m, const Split &x, const Output *
                  const PairOutput *pair, int tokens);
 void packed_nvfp4(Device *device, const Packed &m, const Split &x, const Output *outputs,
                   const PairOutput *pair, int tokens);
+void wide_product(Device *device, const Packed &m, const Panel &x, const Output *outputs,
+                  const PairOutput *pair, int tokens);
 
 void gemm_group(Device *device, const Group &group, const float *x, int x_stride,
                 const Split &split, const Output *outputs, const PairOutput *pair, int tokens) {
   for (int i = 0; i < group.n_packed; i++) {
     const Packed &m = group.packed[i];
-    if (m.encoding == KSL_ENC_E2M3) {
+    if (split.groups > 0) {
+      wide_product(device, m, panel_of(split), outputs, pair, tokens);
+    } else if (m.encoding == KSL_ENC_E2M3) {
       packed_e2m3(device, m, split, outputs, pair, tokens);
     } else {
       packed_nvfp4(device, m, split, outputs, pair, tokens);

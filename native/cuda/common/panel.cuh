@@ -1,0 +1,53 @@
+// Activations of waves with many tokens, as the wide matrix kernels read them: one half per value
+// in the order of B operands in shared memory, so that a kernel fetches any run of eights of tokens
+// with one copy.
+//
+// 64 input elements of a token are a row of 128 bytes; eight tokens are 1024 bytes in which 16-byte
+// chunk c of row r lies at c ^ r. Inside a row the elements follow the fragments of pack.cu:
+// element 16 s + 4 i + e at 16 i + 2 s + (e & 1) + 8 (e >> 1).
+#pragma once
+#include "device.cuh"
+
+namespace ksl {
+
+constexpr int kPanelTokens = 8;   // that lie together
+constexpr int kPanelSlack = 256;  // tokens that a kernel may read behind the last
+
+struct Panel {
+  uint8_t *data;  // [pieces of 64][groups][8][128], null: nobody reads it
+  int groups;     // of eight tokens
+  float scale;    // a power of two that is multiplied in
+};
+
+__device__ inline uint8_t *panel_row(const Panel &to, int token, int piece) {
+  return to.data + (static_cast<int64_t>(piece) * to.groups + (token >> 3)) * 1024 +
+         (token & 7) * 128;
+}
+
+// Values beyond what a half holds become its largest; NaN stays.
+__device__ inline __half panel_half(float x) {
+  asm("min.NaN.f32 %0, %0, 0f477fe000;\nmax.NaN.f32 %0, %0, 0fc77fe000;" : "+f"(x));
+  return __float2half_rn(x);
+}
+
+// Byte of element k of a token in its row.
+__device__ inline int panel_byte(int token, int k) {
+  const int s = (k & 63) >> 4, i = (k & 15) >> 2, e = k & 3;
+  return ((2 * i + (e >> 1)) ^ (token & 7)) * 16 + 4 * s + 2 * (e & 1);
+}
+
+__device__ inline void panel_store(const Panel &to, int token, int k, float value) {
+  *reinterpret_cast<__half *>(panel_row(to, token, k >> 6) + panel_byte(token, k)) =
+      panel_half(value * to.scale);
+}
+
+// Eight elements from k on, a multiple of 8.
+__device__ inline void panel_store8(const Panel &to, int token, int k, const float (&values)[8]) {
+  uint8_t *row = panel_row(to, token, k >> 6);
+#pragma unroll
+  for (int i = 0; i < 8; i += 2)
+    *reinterpret_cast<__half2 *>(row + panel_byte(token, k + i)) =
+        __halves2half2(panel_half(values[i] * to.scale), panel_half(values[i + 1] * to.scale));
+}
+
+}  // namespace ksl

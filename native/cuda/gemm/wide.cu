@@ -1,0 +1,16 @@
+// The wide kernels of both packed encodings.
+#include "wide_run.cuh"
+
+namespace ksl {
+
+void wide_product(Device *device, const Packed &m, const Panel &x, const Output *outputs,
+                  const PairOutput *pair, int tokens) {
+  const int columns = wide_columns(m.tiles, tokens);
+  if (m.encoding == KSL_ENC_E2M3) {
+    run_wide<KSL_ENC_E2M3>(device, m, x, outputs, pair, tokens, columns);
+  } else {
+    run_wide<KSL_ENC_NVFP4>(device, m, x, outputs, pair, tokens, columns);
+  }
+}
+
+}  // namespace ksl

@@ -1,0 +1,65 @@
+"""Waves of many tokens, whose packed products read activations as single halves: every tap against
+the CPU's scalar reference, at ragged numbers of tokens, and a token's products alone."""
+
+from __future__ import annotations
+
+import secrets
+
+import numpy as np
+import pytest
+
+from kslserve.engine.types import RowKind
+from tests.device.conftest import Opener
+from tests.device.shapes import spec_named, tap_names
+from tests.device.test_parity import F32, distance
+from tests.tiny import tiny_arrays, tiny_tensors
+
+pytestmark = pytest.mark.cuda
+
+# A half carries 11 bits, so a product has a relative error of about 2e-4; errors grow over layers.
+TOLERANCE = 3e-3
+
+
+@pytest.mark.parametrize("policy", ["e2m3", "nvfp4", "mixed"])
+@pytest.mark.parametrize("shape", ["tiny", "round", "27b-heads"])
+def test_every_tap(opened: Opener, shape: str, policy: str) -> None:
+    seed = secrets.randbits(32)
+    spec = spec_named(shape)
+    tensors = tiny_tensors(spec, tiny_arrays(spec, seed), policy)
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, spec.token_limit, 240).astype(np.int32)
+    cut = int(rng.integers(65, 220))
+    found = []
+    for on in ("cuda", "cpu"):
+        driver = opened(spec, tensors, on=on, wave_columns=240)
+        stream, other = driver.begin(0), driver.begin(1)
+        taps: dict[str, F32] = {}
+        for index, (part, beside) in enumerate(((ids[:cut], 0), (ids[cut:], 23))):
+            rows = [stream.row(RowKind.PREFILL, part)]
+            if beside:
+                rows.append(other.row(RowKind.PREFILL, ids[:beside]))
+            result = driver.wave(rows, taps=tap_names(spec))
+            stream.position = result.rows[0].position
+            taps |= {f"{index}.{name}": tap.copy() for name, tap in result.taps.items()}
+        found.append(taps)
+    far = {name: distance(found[0][name], found[1][name]) for name in found[1]}
+    print(shape, policy, "worst", max(far.items(), key=lambda item: item[1]))
+    bad = [(name, value) for name, value in far.items() if not value <= TOLERANCE][:5]
+    assert not bad, f"seed {seed}, cut {cut}: {bad}"
+
+
+@pytest.mark.parametrize("policy", ["e2m3", "nvfp4"])
+def test_products_depend_on_their_token_alone(opened: Opener, policy: str) -> None:
+    spec = spec_named("round")
+    driver = opened(spec, tiny_tensors(spec, tiny_arrays(spec), policy), wave_columns=240)
+    ids = np.random.default_rng(4).integers(0, spec.token_limit, 240).astype(np.int32)
+    names = ["layers.0.gdn_qkv", "layers.0.gdn_z"]
+    whole = driver.begin(0)
+    taps = whole.run(whole.row(RowKind.PREFILL, ids), names).taps
+    expected = {name: tap.copy() for name, tap in taps.items()}
+    for slot, cut in enumerate((66, 129, 170), 1):
+        split = driver.begin(slot)
+        for part in (slice(0, cut), slice(cut, 240)):
+            taps = split.run(split.row(RowKind.PREFILL, ids[part]), names).taps
+            for name in names:
+                np.testing.assert_array_equal(taps[name], expected[name][part], f"{name} {cut}")
