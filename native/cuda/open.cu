@@ -60,7 +60,6 @@ int open_device(Backend *b, ksl_error *error) {
   }
   b->major = properties.major;
   snprintf(b->name, sizeof b->name, "sm_%d%d", properties.major, properties.minor);
-  b->wide = properties.major == 9;
   return KSL_OK;
 }
 
@@ -150,7 +149,8 @@ int make_pools(Backend *b, ksl_error *error) {
 }
 
 Split make_split(Backend *b, int columns, int width, float scale) {
-  Split split = {nullptr, divide_up(width, kSuper) * (kSuper / kPiece), scale, 0};
+  Split split = {nullptr, divide_up(width, kSuper) * (kSuper / kPiece), scale, 0,
+                 b->config->activations == KSL_ACT_AUTO};
   const size_t groups = divide_up(columns, kTileTokens);
   split.data = own_many<__half>(b, groups * split.pieces * 512 + kPanelSlack * kPiece);
   return split;
@@ -420,12 +420,14 @@ void cuda_info(Backend *b, ksl_info *info) {
   info->pool_bytes = b->pool_bytes;
   info->scratch_bytes = b->scratch_bytes;
   snprintf(info->isa, sizeof info->isa, "%s", b->name);
-  // Two halves carry 22 bits of every activation of a packed product, one half 11 bits in waves of
-  // many tokens; all else is float32. So what a token's wave held beside it can change its bits.
+  // Two halves carry 22 bits of every activation of a packed product. In waves of many tokens it is
+  // one half with 11 bits, or e4m3 for FP6 weights; all else is float32. So what a token's wave
+  // held beside it can change its bits.
   const bool packed = b->encodings & (1u << KSL_ENC_E2M3 | 1u << KSL_ENC_NVFP4);
-  const bool both = packed && b->wide && b->config->wave_columns > kWideTokens;
-  snprintf(info->activation, sizeof info->activation,
-           both ? "f16x2, f16" : (packed ? "f16x2" : "float"));
+  const bool both = packed && b->major == 9 && b->config->wave_columns > kWideTokens;
+  const bool e4m3 = b->encodings & 1u << KSL_ENC_E2M3 && b->config->activations == KSL_ACT_AUTO;
+  snprintf(info->activation, sizeof info->activation, "%s%s", packed ? "f16x2" : "float",
+           !both ? "" : (e4m3 ? ", e4m3" : ", f16"));
   snprintf(info->equality, sizeof info->equality, both || b->long_rows ? "tolerance" : "bit");
   int at = snprintf(info->numerics, sizeof info->numerics,
                     "cuda %.16s %.12s %s kv=%s %s weights=", ksl_source_digest(), KSL_CUDA_DIGEST,

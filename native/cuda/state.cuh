@@ -152,7 +152,6 @@ struct Backend {
   bool kv_only;
   bool normed_ready;  // the layer before has made this layer's in_norm
   bool multi;         // a row has more than one column
-  bool wide;          // the device has the kernels for many tokens
   bool taps;
   int most_position;
   int column_capacity;

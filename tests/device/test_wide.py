@@ -11,8 +11,8 @@ import pytest
 from kslserve.engine.types import RowKind
 from tests.device.conftest import Opener
 from tests.device.shapes import spec_named, tap_names
-from tests.device.test_parity import F32, distance
-from tests.tiny import tiny_arrays, tiny_tensors
+from tests.device.test_parity import F32, distance, e4m3
+from tests.tiny import tiny_arrays, tiny_tensors, tiny_values
 
 pytestmark = pytest.mark.cuda
 
@@ -63,3 +63,37 @@ def test_products_depend_on_their_token_alone(opened: Opener, policy: str) -> No
             taps = split.run(split.row(RowKind.PREFILL, ids[part]), names).taps
             for name in names:
                 np.testing.assert_array_equal(taps[name], expected[name][part], f"{name} {cut}")
+
+
+def test_fp6_products_of_e4m3_activations(opened: Opener) -> None:
+    """They are those of the rounded activations, but for sums of 128 products in the matrix units;
+    activations are rounded to e4m3 with the largest power of two a token that saturates nothing."""
+    seed = secrets.randbits(32)
+    spec = spec_named("27b-heads")
+    arrays = tiny_arrays(spec, seed)
+    values = tiny_values(spec, arrays, "e2m3")
+    driver = opened(spec, tiny_tensors(spec, arrays, "e2m3"), wave_columns=256, activations="auto")
+    ids = np.random.default_rng(seed).integers(0, spec.token_limit, 201).astype(np.int32)
+    stream = driver.begin(0)
+    names = ["in_norm", "gdn_qkv", "gdn_z", "post_norm", "mlp_gate", "mlp_up", "mlp_act", "mlp_out"]
+    result = stream.run(stream.row(RowKind.PREFILL, ids), [f"layers.0.{name}" for name in names])
+    taps = {name: result.taps[f"layers.0.{name}"].reshape(len(ids), -1) for name in names}
+
+    def product(x: F32, matrix: str) -> F32:
+        x = x.astype(np.float16).astype(np.float32)
+        rounded, _ = e4m3(x)
+        weights = values[f"model.layers.0.{matrix}.weight"].astype(np.float64)
+        return (rounded.astype(np.float64) @ weights.T).astype(np.float32)
+
+    for x, matrix, out in (
+        ("in_norm", "linear_attn.in_proj_qkv", "gdn_qkv"),
+        ("in_norm", "linear_attn.in_proj_z", "gdn_z"),
+        ("post_norm", "mlp.gate_proj", "mlp_gate"),
+        ("post_norm", "mlp.up_proj", "mlp_up"),
+    ):
+        assert distance(taps[out], product(taps[x], matrix)) <= 3e-4, f"seed {seed}: {out}"
+    act = taps["mlp_gate"] / (1 + np.exp(-taps["mlp_gate"])) * taps["mlp_up"]
+    assert distance(taps["mlp_act"], act.astype(np.float32)) <= 1e-5
+    # The act was a half of 2^-4 of it first.
+    half = (taps["mlp_act"] / 16).astype(np.float16).astype(np.float32) * 16
+    assert distance(taps["mlp_out"], product(half, "mlp.down_proj")) <= 5e-4, f"seed {seed}"

@@ -19,6 +19,13 @@ struct Panel {
   float scale;    // a power of two that is multiplied in
 };
 
+// The same values as e4m3, 128 input elements in a row: see quantize.cu.
+struct Panel8 {
+  uint8_t *data;  // [pieces of 128][groups][8][128]
+  int groups;
+  float *inverse;  // by token: what a value was multiplied by, undone
+};
+
 __device__ inline uint8_t *panel_row(const Panel &to, int token, int piece) {
   return to.data + (static_cast<int64_t>(piece) * to.groups + (token >> 3)) * 1024 +
          (token & 7) * 128;

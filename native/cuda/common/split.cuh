@@ -18,10 +18,18 @@ struct Split {
   int pieces;    // a multiple of 4
   float scale;   // a power of two that is multiplied in
   int groups;    // 0, or `data` is a panel of so many eights of tokens
+  bool e4m3;     // FP6 weights take a panel as e4m3
 };
 
 __host__ __device__ inline Panel panel_of(const Split &split) {
   return {reinterpret_cast<uint8_t *>(split.data), split.groups, split.scale};
+}
+
+// Behind the panel, in the same memory.
+inline Panel8 panel8_of(const Split &split) {
+  const int64_t bytes = static_cast<int64_t>(split.pieces) * split.groups * 1024;
+  uint8_t *data = reinterpret_cast<uint8_t *>(split.data);
+  return {data + bytes, split.groups, reinterpret_cast<float *>(data + bytes / 2 * 3)};
 }
 
 __device__ inline void split_store(const Split &to, int token, int k, float value) {

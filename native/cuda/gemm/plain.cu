@@ -131,12 +131,21 @@ void packed_nvfp4(Device *device, const Packed &m, const Split &x, const Output 
                   const PairOutput *pair, int tokens);
 void wide_product(Device *device, const Packed &m, const Panel &x, const Output *outputs,
                   const PairOutput *pair, int tokens);
+void wide_product8(Device *device, const Packed &m, const Panel8 &x, const Output *outputs,
+                   const PairOutput *pair, int tokens);
+void quantize_panel(Device *device, const Panel &from, const Panel8 &to, int pieces, int tokens);
 
 void gemm_group(Device *device, const Group &group, const float *x, int x_stride,
                 const Split &split, const Output *outputs, const PairOutput *pair, int tokens) {
+  bool quantized = false;
   for (int i = 0; i < group.n_packed; i++) {
     const Packed &m = group.packed[i];
-    if (split.groups > 0) {
+    if (split.groups > 0 && m.encoding == KSL_ENC_E2M3 && split.e4m3) {
+      if (!quantized)
+        quantize_panel(device, panel_of(split), panel8_of(split), split.pieces, tokens);
+      quantized = true;
+      wide_product8(device, m, panel8_of(split), outputs, pair, tokens);
+    } else if (split.groups > 0) {
       wide_product(device, m, panel_of(split), outputs, pair, tokens);
     } else if (m.encoding == KSL_ENC_E2M3) {
       packed_e2m3(device, m, split, outputs, pair, tokens);

@@ -16,6 +16,7 @@ namespace {
 struct WideArgs {
   const uint8_t *data;
   const float *scale;
+  const float *token_inverse;  // of e4m3 activations
   int supers, tiles, n_parts;
   PackedPart parts[kGroupParts];
   Output outputs[kGroupParts];  // by part
@@ -93,9 +94,10 @@ struct Codes<KSL_ENC_E2M3> {
 };
 
 // Places in shared memory.
-template <int kEncoding, int kColumns>
+template <int kEncoding, int kColumns, int kBytesPerElement>
 struct WideShared {
-  static constexpr int kStage = kColumns * 128;  // 64 input elements
+  static constexpr int kStage = kColumns * 128;  // 64 or 128 input elements
+  static constexpr int kSuperStages = kSuper * kBytesPerElement / 128;
   static constexpr int kBlock = Codes<kEncoding>::kBytes;
   static constexpr int kWeights = kWideTiles * kBlock;  // 256 of them
   static constexpr int kWeightStages = 2;
@@ -126,9 +128,8 @@ struct Ring {
   }
 };
 
-template <int kEncoding, int kColumns>
+template <class Use, int kColumns>
 __device__ void wide_fetch(const WideArgs &a, unsigned shared, Ring x, Ring w, unsigned rank) {
-  typedef WideShared<kEncoding, kColumns> Use;
   const int lane = threadIdx.x & 31;
   if (threadIdx.x >= 32) return;
   const int steps = a.row_steps * a.token_steps, clusters = gridDim.x / kWideCluster;
@@ -153,14 +154,14 @@ __device__ void wide_fetch(const WideArgs &a, unsigned shared, Ring x, Ring w, u
         wait_before();
         waited = true;
       }
-      for (int piece = 0; piece < 4; piece++) {
+      for (int part = 0; part < Use::kSuperStages; part++) {
         barrier_wait(x.empty(), x.phase ^ 1);
         if (lane == 0) {
           barrier_expect(x.full(), Use::kStage);
-          bulk_load_all(
-              shared + x.place * Use::kStage + rank * kHalf,
-              from + (static_cast<int64_t>(super) * 4 + piece) * a.groups * (kPanelTokens * 128),
-              kHalf, x.full(), (1 << kWideCluster) - 1);
+          bulk_load_all(shared + x.place * Use::kStage + rank * kHalf,
+                        from + (static_cast<int64_t>(super) * Use::kSuperStages + part) * a.groups *
+                                   (kPanelTokens * 128),
+                        kHalf, x.full(), (1 << kWideCluster) - 1);
         }
         __syncwarp();
         x.next();
@@ -228,17 +229,38 @@ __device__ inline void meet_consumers() {
   asm volatile("bar.sync 1, 256;" ::: "memory");
 }
 
+// Writes a finished tile of a warp.
+template <class Use, int kColumns, bool kPair>
+__device__ inline void wide_finish(const WideArgs &a, int first, int slot, int token, int lane,
+                                   uint8_t *memory, unsigned shared,
+                                   const float (&sum)[kColumns / 2]) {
+  const int tile = first + slot;
+  if (!kPair) {
+    if (tile < a.tiles) wide_store<kColumns>(a, tile, token, lane, sum);
+    return;
+  }
+  if (threadIdx.x == 128) bulk_store_wait();
+  meet_consumers();
+  wide_pair<kColumns>(a, tile, slot, token, lane, memory + Use::kStages * Use::kStage, sum);
+  shared_written();
+  meet_consumers();
+  if (threadIdx.x == 128 && a.act_panel.data != nullptr && first < a.tiles) {
+    const int left = (a.tokens - token + kPanelTokens - 1) / kPanelTokens * kPanelTokens;
+    bulk_store(panel_row(a.act_panel, token, first / kWideTiles),
+               shared + Use::kStages * Use::kStage, min(left, kColumns) * 128);
+  }
+}
+
 template <int kEncoding, int kColumns, bool kPair>
 __device__ void wide_multiply_tiles(const WideArgs &a, uint8_t *memory, unsigned shared, Ring x,
                                     Ring w, unsigned rank) {
-  typedef WideShared<kEncoding, kColumns> Use;
+  typedef WideShared<kEncoding, kColumns, 2> Use;
   const int lane = threadIdx.x & 31, slot = (threadIdx.x >> 5) - 4;  // a warp's tile
   const int steps = a.row_steps * a.token_steps, clusters = gridDim.x / kWideCluster;
-  uint8_t *staged = memory + Use::kStages * Use::kStage;
   wait_before();
   for (int step = blockIdx.x / kWideCluster; step < steps; step += clusters) {
     const int first = (step / a.token_steps * kWideCluster + rank) * kWideTiles;
-    const int token = step % a.token_steps * kColumns, tile = first + slot;
+    const int token = step % a.token_steps * kColumns;
     float sum[kColumns / 2];
     // A product waits for its operand's registers only when it starts, so the next fragment is made
     // while it runs. Four in turn: three may be in use.
@@ -289,33 +311,14 @@ __device__ void wide_multiply_tiles(const WideArgs &a, uint8_t *memory, unsigned
     }
     wgmma_wait<0>();
     if (lane < kWideCluster) barrier_arrive(before, lane);
-    if (!kPair) {
-      if (tile < a.tiles) wide_store<kColumns>(a, tile, token, lane, sum);
-      continue;
-    }
-    if (threadIdx.x == 128) bulk_store_wait();
-    meet_consumers();
-    wide_pair<kColumns>(a, tile, slot, token, lane, staged, sum);
-    shared_written();
-    meet_consumers();
-    if (threadIdx.x == 128 && a.act_panel.data != nullptr && first < a.tiles) {
-      const int left = (a.tokens - token + kPanelTokens - 1) / kPanelTokens * kPanelTokens;
-      bulk_store(panel_row(a.act_panel, token, first / kWideTiles),
-                 shared + Use::kStages * Use::kStage, min(left, kColumns) * 128);
-    }
+    wide_finish<Use, kColumns, kPair>(a, first, slot, token, lane, memory, shared, sum);
   }
   if (kPair && threadIdx.x == 128) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-#endif
-
-template <int kEncoding, int kColumns, bool kPair>
-__global__ void __cluster_dims__(kWideCluster) __launch_bounds__(kWideThreads, 1)
-    wide(const __grid_constant__ WideArgs a) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  typedef WideShared<kEncoding, kColumns> Use;
-  extern __shared__ __align__(1024) uint8_t memory[];
-  const unsigned shared = shared_address(memory), rank = cluster_rank();
+// The barriers of a block, and the roles of its warps.
+template <class Use, class Multiply, class Fetch>
+__device__ inline void wide_roles(unsigned shared, Multiply multiply, Fetch fetch) {
   const Ring x = {shared + Use::kBarriersAt, Use::kStages, 0, 0};
   const Ring w = {x.barriers + 16 * Use::kStages, Use::kWeightStages, 0, 0};
   allow_next();
@@ -333,12 +336,29 @@ __global__ void __cluster_dims__(kWideCluster) __launch_bounds__(kWideThreads, 1
   cluster_sync();
   if (threadIdx.x < 128) {
     give_registers<40>();
-    wide_fetch<kEncoding, kColumns>(a, shared, x, w, rank);
+    fetch(x, w);
   } else {
     take_registers<232>();
-    wide_multiply_tiles<kEncoding, kColumns, kPair>(a, memory, shared, x, w, rank);
+    multiply(x, w);
   }
   cluster_sync();  // nobody arrives at barriers of a block that has ended
+}
+
+#endif
+
+template <int kEncoding, int kColumns, bool kPair>
+__global__ void __cluster_dims__(kWideCluster) __launch_bounds__(kWideThreads, 1)
+    wide(const __grid_constant__ WideArgs a) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  typedef WideShared<kEncoding, kColumns, 2> Use;
+  extern __shared__ __align__(1024) uint8_t memory[];
+  const unsigned shared = shared_address(memory), rank = cluster_rank();
+  wide_roles<Use>(
+      shared,
+      [&](Ring x, Ring w) {
+        wide_multiply_tiles<kEncoding, kColumns, kPair>(a, memory, shared, x, w, rank);
+      },
+      [&](Ring x, Ring w) { wide_fetch<Use, kColumns>(a, shared, x, w, rank); });
 #endif
 }
 

@@ -1,6 +1,7 @@
 // Launches of the wide kernels: how many tokens a block takes at a time.
 #pragma once
 #include "wide.cuh"
+#include "wide_fp8.cuh"
 
 namespace ksl {
 namespace {
@@ -12,49 +13,75 @@ inline int wide_blocks() {
   return count > kWideCluster ? count : kWideCluster;
 }
 
-template <int kEncoding, int kColumns, bool kPair>
-void launch_wide(Device *device, const WideArgs &args) {
-  constexpr int kBytes = WideShared<kEncoding, kColumns>::kBytes;
-  static bool raised = false;  // per instance; the engine has one thread
-  if (!raised) {
+// raised: whether the kernel may have that much shared memory already.
+inline void launch_wide(Device *device, void (*kernel)(WideArgs), bool *raised, int bytes,
+                        int columns, const WideArgs &args) {
+  if (!*raised) {
     keep_error(device,
-               cudaFuncSetAttribute(wide<kEncoding, kColumns, kPair>,
-                                    cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
+               cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
                "wide");
-    raised = true;
+    *raised = true;
   }
   WideArgs a = args;
-  a.token_steps = divide_up(a.tokens, kColumns);
+  a.token_steps = divide_up(a.tokens, columns);
   a.row_steps = divide_up(a.tiles, kWideTiles * kWideCluster);
   const int steps = a.row_steps * a.token_steps, clusters = wide_blocks() / kWideCluster;
-  launch_chained(device, "wide", wide<kEncoding, kColumns, kPair>,
-                 (steps < clusters ? steps : clusters) * kWideCluster, kWideThreads, kBytes, a);
+  launch_chained(device, "wide", kernel, (steps < clusters ? steps : clusters) * kWideCluster,
+                 kWideThreads, bytes, a);
+}
+
+// Instances by columns. The engine has one thread.
+template <int kEncoding, bool kPair, int kColumns>
+void launch_half(Device *device, const WideArgs &a) {
+  static bool raised = false;
+  launch_wide(device, wide<kEncoding, kColumns, kPair>, &raised,
+              WideShared<kEncoding, kColumns, 2>::kBytes, kColumns, a);
+}
+template <bool kPair, int kColumns>
+void launch_fp8(Device *device, const WideArgs &a) {
+  static bool raised = false;
+  launch_wide(device, wide8<kColumns, kPair>, &raised,
+              WideShared<KSL_ENC_E2M3, kColumns, 1>::kBytes, kColumns, a);
 }
 
 template <int kEncoding, bool kPair>
-void launch_wide_columns(Device *device, const WideArgs &a, int columns) {
+void launch_half_columns(Device *device, const WideArgs &a, int columns) {
   switch (columns) {
     case 64:
-      return launch_wide<kEncoding, 64, kPair>(device, a);
+      return launch_half<kEncoding, kPair, 64>(device, a);
     case 128:
-      return launch_wide<kEncoding, 128, kPair>(device, a);
+      return launch_half<kEncoding, kPair, 128>(device, a);
     case 160:
-      return launch_wide<kEncoding, 160, kPair>(device, a);
+      return launch_half<kEncoding, kPair, 160>(device, a);
     case 192:
-      return launch_wide<kEncoding, 192, kPair>(device, a);
+      return launch_half<kEncoding, kPair, 192>(device, a);
     default:
-      return launch_wide<kEncoding, 256, kPair>(device, a);
+      return launch_half<kEncoding, kPair, 256>(device, a);
+  }
+}
+template <bool kPair>
+void launch_fp8_columns(Device *device, const WideArgs &a, int columns) {
+  switch (columns) {
+    case 64:
+      return launch_fp8<kPair, 64>(device, a);
+    case 128:
+      return launch_fp8<kPair, 128>(device, a);
+    case 160:
+      return launch_fp8<kPair, 160>(device, a);
+    default:
+      return launch_fp8<kPair, 192>(device, a);
   }
 }
 
 // Rounds of blocks times what one takes, which is a little more than its tokens.
-inline int wide_columns(int tiles, int tokens) {
+inline int wide_columns(int tiles, int tokens, int most) {
   constexpr int kChoices[] = {256, 192, 160, 128, 64};
   const int clusters = wide_blocks() / kWideCluster;
   const int row_steps = divide_up(tiles, kWideTiles * kWideCluster);
   int best = 0;
   int64_t least = 0;
   for (const int columns : kChoices) {
+    if (columns > most) continue;
     const int64_t steps = static_cast<int64_t>(row_steps) * divide_up(tokens, columns);
     const int64_t cost = divide_up(steps, clusters) * static_cast<int64_t>(columns + 16);
     if (best != 0 && cost >= least) continue;
@@ -64,9 +91,9 @@ inline int wide_columns(int tiles, int tokens) {
   return best;
 }
 
-template <int kEncoding>
-void run_wide(Device *device, const Packed &m, const Panel &x, const Output *outputs,
-              const PairOutput *pair, int tokens, int columns) {
+// Everything but the activations.
+inline WideArgs wide_args(const Packed &m, const Output *outputs, const PairOutput *pair,
+                          int tokens) {
   WideArgs a = {};
   a.data = m.data;
   a.scale = m.scale;
@@ -77,18 +104,40 @@ void run_wide(Device *device, const Packed &m, const Panel &x, const Output *out
     a.parts[i] = m.parts[i];
     a.outputs[i] = outputs[m.parts[i].matrix];
   }
-  a.x = x.data;
-  a.groups = x.groups;
-  a.x_inverse = 1.0f / x.scale;
   a.tokens = tokens;
-
   if (m.pair) {
     a.act = pair->act;
     a.act_stride = pair->stride;
     a.act_panel = panel_of(pair->split);
-    launch_wide_columns<kEncoding, true>(device, a, columns);
+  }
+  return a;
+}
+
+template <int kEncoding>
+void run_wide(Device *device, const Packed &m, const Panel &x, const Output *outputs,
+              const PairOutput *pair, int tokens, int columns) {
+  WideArgs a = wide_args(m, outputs, pair, tokens);
+  a.x = x.data;
+  a.groups = x.groups;
+  a.x_inverse = 1.0f / x.scale;
+  if (m.pair) {
+    launch_half_columns<kEncoding, true>(device, a, columns);
   } else {
-    launch_wide_columns<kEncoding, false>(device, a, columns);
+    launch_half_columns<kEncoding, false>(device, a, columns);
+  }
+}
+
+inline void run_wide8(Device *device, const Packed &m, const Panel8 &x, const Output *outputs,
+                      const PairOutput *pair, int tokens, int columns) {
+  WideArgs a = wide_args(m, outputs, pair, tokens);
+  a.x = x.data;
+  a.groups = x.groups;
+  a.x_inverse = 0x1p-8f;  // 2^14 in the packed scales, 2^-6 in the bytes of weights
+  a.token_inverse = x.inverse;
+  if (m.pair) {
+    launch_fp8_columns<true>(device, a, columns);
+  } else {
+    launch_fp8_columns<false>(device, a, columns);
   }
 }
 

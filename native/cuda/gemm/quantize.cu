@@ -1,0 +1,86 @@
+// Panels of halves into panels of e4m3 with a power of two a token.
+//
+// 128 input elements are a row of 128 bytes: element 16 s + 4 i + e of each half of 64 at
+// 16 i + 4 s + (1, 3, 0, 2)[e], chunks swizzled as those of halves. A block makes one token.
+#include "gemm.cuh"
+
+namespace ksl {
+
+namespace {
+
+constexpr int kThreads = 256;
+
+__device__ inline unsigned to_e4m3(unsigned low, unsigned high) {
+  unsigned short a, b;
+  asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(a) : "r"(low));
+  asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(b) : "r"(high));
+  return a | static_cast<unsigned>(b) << 16;
+}
+
+__device__ inline __half2 halves(unsigned v) {
+  return *reinterpret_cast<__half2 *>(&v);
+}
+__device__ inline unsigned word(__half2 v) {
+  return *reinterpret_cast<unsigned *>(&v);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    quantize_kernel(const __grid_constant__ Panel from, const __grid_constant__ Panel8 to,
+                    int pieces) {
+  begin_chained();
+  __shared__ float scratch[32];
+  const int token = blockIdx.x, swap = token & 7;
+  const uint8_t *row = from.data + static_cast<int64_t>(token >> 3) * 1024 + swap * 128;
+  const int64_t piece_bytes = static_cast<int64_t>(from.groups) * 1024;
+  __half2 most = halves(0);
+  for (int item = threadIdx.x; item < pieces * 4; item += kThreads) {
+    const uint8_t *p = row + (item >> 2) * piece_bytes;
+    const int i = item & 3;
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+      const uint4 v = *reinterpret_cast<const uint4 *>(p + ((2 * i + c) ^ swap) * 16);
+      most =
+          __hmax2_nan(most, __hmax2_nan(__hmax2_nan(__habs2(halves(v.x)), __habs2(halves(v.y))),
+                                        __hmax2_nan(__habs2(halves(v.z)), __habs2(halves(v.w)))));
+    }
+  }
+  const float largest = block_max(fmaxf(__low2float(most), __high2float(most)), scratch);
+  // The largest scale, a power of two, that leaves all within 448.
+  int exponent = 0;
+  if (largest > 0) {
+    const unsigned bits = __float_as_uint(largest);
+    exponent = 8 - (static_cast<int>(bits >> 23) - 127) - ((bits & 0x7fffff) > 0x600000);
+    exponent = min(exponent, 30);
+  }
+  // Two factors: a half holds neither every scale nor a product in between.
+  const int first = exponent / 2;
+  const __half2 a = __float2half2_rn(__int_as_float((127 + first) << 23));
+  const __half2 b = __float2half2_rn(__int_as_float((127 + exponent - first) << 23));
+  uint8_t *out = to.data + static_cast<int64_t>(token >> 3) * 1024 + swap * 128;
+  for (int item = threadIdx.x; item < pieces * 4; item += kThreads) {
+    const int piece = item >> 2, i = item & 3;
+    const uint8_t *p = row + piece * piece_bytes;
+    const uint4 even = *reinterpret_cast<const uint4 *>(p + ((2 * i) ^ swap) * 16);
+    const uint4 odd = *reinterpret_cast<const uint4 *>(p + ((2 * i + 1) ^ swap) * 16);
+    const unsigned x[4] = {even.x, even.y, even.z, even.w}, y[4] = {odd.x, odd.y, odd.z, odd.w};
+    unsigned made[4];
+#pragma unroll
+    for (int s = 0; s < 4; s++) {
+      const unsigned u = word(__hmul2(__hmul2(halves(x[s]), a), b));
+      const unsigned v = word(__hmul2(__hmul2(halves(y[s]), a), b));
+      made[s] = to_e4m3(__byte_perm(v, u, 0x5410), __byte_perm(v, u, 0x7632));
+    }
+    *reinterpret_cast<uint4 *>(out + (piece >> 1) * piece_bytes +
+                               (((piece & 1) * 4 + i) ^ swap) * 16) =
+        make_uint4(made[0], made[1], made[2], made[3]);
+  }
+  if (threadIdx.x == 0) to.inverse[token] = __int_as_float((127 - exponent) << 23) / from.scale;
+}
+
+}  // namespace
+
+void quantize_panel(Device *device, const Panel &from, const Panel8 &to, int pieces, int tokens) {
+  KSL_CHAIN(device, "quantize", quantize_kernel, tokens, kThreads, from, to, pieces);
+}
+
+}  // namespace ksl

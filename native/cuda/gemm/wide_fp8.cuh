@@ -1,0 +1,142 @@
+// Products of FP6 weights with e4m3 activations of many tokens. E2M3 is exact in e4m3, but sums of
+// such products have few bits inside the matrix units: every 128 input elements they are added to
+// float32 with the weights' scale of that block. Activations have one power of two a token.
+#pragma once
+#include "wide.cuh"
+
+namespace ksl {
+namespace {
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// A lane's weights of 64 input elements, two fragments of e4m3 bytes, 2^-6 of their values. A byte
+// is the sign, two zeros and the five bits of magnitude; the four bytes of a word are elements 2,
+// 0, 3, 1 of a run, see quantize.cu.
+struct Codes8 {
+  uint4 words;
+  uint2 plane;
+  __device__ void load(const uint8_t *block, int lane, int piece) {
+    words = reinterpret_cast<const uint4 *>(block)[piece * 32 + lane];
+    plane =
+        reinterpret_cast<const uint2 *>(block + 2048)[((piece >> 1) * 32 + lane) * 2 + (piece & 1)];
+  }
+  __device__ void fragment(int i, unsigned (&a)[4]) const {
+    const unsigned q = i == 0 ? plane.x : plane.y, up = q << 2;
+    // In every byte the bits of one element of rows g and g + 8 at 7 and 6, of the next run's at 3
+    // and 2.
+    const unsigned signs = __byte_perm(q, up, 0x3715), lows = __byte_perm(q, up, 0x2604);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const unsigned w = i == 0 ? (half ? words.y : words.x) : (half ? words.w : words.z);
+      const unsigned turned = __byte_perm(w, 0, 0x2301);
+      a[half * 2] = (w << 1 & 0x1e1e1e1eu) | (lows >> (7 - 4 * half) & 0x01010101u) |
+                    (signs << (4 * half) & 0x80808080u);
+      a[half * 2 + 1] = (turned >> 3 & 0x1e1e1e1eu) | (lows >> (6 - 4 * half) & 0x01010101u) |
+                        (signs << (4 * half + 1) & 0x80808080u);
+    }
+  }
+};
+
+__device__ inline void turn_take(int group) {
+  asm volatile("bar.sync %0, 256;" ::"r"(2 + group) : "memory");
+}
+__device__ inline void turn_give(int group) {
+  asm volatile("bar.arrive %0, 256;" ::"r"(2 + group) : "memory");
+}
+
+template <int kColumns, bool kPair>
+__device__ void wide8_multiply_tiles(const WideArgs &a, uint8_t *memory, unsigned shared, Ring x,
+                                     Ring w, unsigned rank) {
+  typedef WideShared<KSL_ENC_E2M3, kColumns, 1> Use;
+  const int lane = threadIdx.x & 31, slot = (threadIdx.x >> 5) - 4;  // a warp's tile
+  const int steps = a.row_steps * a.token_steps, clusters = gridDim.x / kWideCluster;
+  const auto block = [&] {
+    return memory + Use::kWeightsAt + w.place * Use::kWeights + slot * Use::kBlock;
+  };
+  // The groups take turns: one multiplies while the other adds up.
+  const int group = slot >> 2;
+  if (group == 1) turn_give(0);
+  wait_before();
+  for (int step = blockIdx.x / kWideCluster; step < steps; step += clusters) {
+    const int first = (step / a.token_steps * kWideCluster + rank) * kWideTiles;
+    const int token = step % a.token_steps * kColumns;
+    float sum[kColumns / 2], part[kColumns / 2];
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; i++) sum[i] = 0;
+    unsigned fragments[4][4];
+    Codes8 codes, next;
+    barrier_wait(w.full(), w.phase);
+    codes.load(block(), lane, 0);
+    codes.fragment(0, fragments[0]);
+    for (int super = 0; super < a.supers; super++) {
+      const uint2 scales = *reinterpret_cast<const uint2 *>(block() + 3072);
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        barrier_wait(x.full(), x.phase);
+        turn_take(group);
+        const uint64_t b = panel_descriptor(shared + x.place * Use::kStage);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          wgmma_begin();
+          Wgmma<kColumns>::template run<false>(part, fragments[i], b + 2 * i, i != 0);
+          wgmma_commit();
+          if (i == 3) turn_give(group ^ 1);
+          if (i == 0 || (i == 2 && half == 0)) {
+            next.load(block(), lane, half * 2 + i / 2 + 1);
+          } else if (i == 2) {
+            __syncwarp();
+            if (lane == 0) barrier_arrive(w.empty(), rank);
+            w.next();
+            if (super + 1 < a.supers) {
+              barrier_wait(w.full(), w.phase);
+              next.load(block(), lane, 0);
+            }
+          }
+          wgmma_wait<3>();
+          if (i & 1) {
+            codes = next;
+            codes.fragment(0, fragments[(i + 1) & 3]);
+          } else {
+            codes.fragment(1, fragments[i + 1]);
+          }
+        }
+        wgmma_wait<0>();
+        if (lane < kWideCluster) barrier_arrive(x.empty(), lane);
+        x.next();
+        const __half2 both = *reinterpret_cast<const __half2 *>(half ? &scales.y : &scales.x);
+        const float lower = __low2float(both), upper = __high2float(both);
+#pragma unroll
+        for (int i = 0; i < kColumns / 2; i++)
+          sum[i] = __fmaf_rn(part[i], i & 2 ? upper : lower, sum[i]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kColumns / 8; i++) {
+      const float2 inverse =
+          *reinterpret_cast<const float2 *>(a.token_inverse + token + i * 8 + 2 * (lane & 3));
+#pragma unroll
+      for (int e = 0; e < 4; e++) sum[i * 4 + e] *= e & 1 ? inverse.y : inverse.x;
+    }
+    wide_finish<Use, kColumns, kPair>(a, first, slot, token, lane, memory, shared, sum);
+  }
+  if (kPair && threadIdx.x == 128) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+#endif
+
+template <int kColumns, bool kPair>
+__global__ void __cluster_dims__(kWideCluster) __launch_bounds__(kWideThreads, 1)
+    wide8(const __grid_constant__ WideArgs a) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  typedef WideShared<KSL_ENC_E2M3, kColumns, 1> Use;
+  extern __shared__ __align__(1024) uint8_t memory[];
+  const unsigned shared = shared_address(memory), rank = cluster_rank();
+  wide_roles<Use>(
+      shared,
+      [&](Ring x, Ring w) { wide8_multiply_tiles<kColumns, kPair>(a, memory, shared, x, w, rank); },
+      [&](Ring x, Ring w) { wide_fetch<Use, kColumns>(a, shared, x, w, rank); });
+#endif
+}
+
+}  // namespace
+}  // namespace ksl
