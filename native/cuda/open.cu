@@ -424,11 +424,14 @@ void cuda_info(Backend *b, ksl_info *info) {
   // one half with 11 bits, or e4m3 for FP6 weights; all else is float32. So what a token's wave
   // held beside it can change its bits.
   const bool packed = b->encodings & (1u << KSL_ENC_E2M3 | 1u << KSL_ENC_NVFP4);
-  const bool both = packed && b->major == 9 && b->config->wave_columns > kWideTokens;
+  const bool large = b->config->wave_columns > kWideTokens;
+  const bool both = packed && b->major == 9 && large;
+  const bool dense = large && b->encodings & 1u << KSL_ENC_BF16;
   const bool e4m3 = b->encodings & 1u << KSL_ENC_E2M3 && b->config->activations == KSL_ACT_AUTO;
   snprintf(info->activation, sizeof info->activation, "%s%s", packed ? "f16x2" : "float",
            !both ? "" : (e4m3 ? ", e4m3" : ", f16"));
-  snprintf(info->equality, sizeof info->equality, both || b->long_rows ? "tolerance" : "bit");
+  snprintf(info->equality, sizeof info->equality,
+           both || dense || b->long_rows ? "tolerance" : "bit");
   int at = snprintf(info->numerics, sizeof info->numerics,
                     "cuda %.16s %.12s %s kv=%s %s weights=", ksl_source_digest(), KSL_CUDA_DIGEST,
                     b->name, kv_format_name(b->config->kv_format), info->activation);

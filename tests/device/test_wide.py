@@ -20,7 +20,7 @@ pytestmark = pytest.mark.cuda
 TOLERANCE = 1e-2
 
 
-@pytest.mark.parametrize("policy", ["e2m3", "nvfp4", "mixed"])
+@pytest.mark.parametrize("policy", ["bf16", "e2m3", "nvfp4", "mixed"])
 @pytest.mark.parametrize("shape", ["tiny", "round", "27b-heads"])
 def test_every_tap(opened: Opener, shape: str, policy: str) -> None:
     seed = secrets.randbits(32)
@@ -44,7 +44,8 @@ def test_every_tap(opened: Opener, shape: str, policy: str) -> None:
         found.append(taps)
     far = {name: distance(found[0][name], found[1][name]) for name in found[1]}
     print(shape, policy, "worst", max(far.items(), key=lambda item: item[1]))
-    bad = [(name, value) for name, value in far.items() if not value <= TOLERANCE][:5]
+    tolerance = 5e-5 if policy == "bf16" else TOLERANCE
+    bad = [(name, value) for name, value in far.items() if not value <= tolerance][:5]
     assert not bad, f"seed {seed}, cut {cut}: {bad}"
 
 

@@ -1,9 +1,10 @@
 // Products of activations with weights, y[token][row] = sum_k x[token][k] w[row][k].
 //
-// Three kernels. `packed` streams FP6 and NVFP4 weights in fragment order through tensor cores;
-// `wide` does the same for waves of many tokens, whose activations are single halves; `plain`
-// decodes any encoding and multiplies in float32. In each an output element has one order of
-// additions, whatever else is computed beside it.
+// Four kernels. `packed` streams FP6 and NVFP4 weights in fragment order through tensor cores;
+// `wide` does the same for waves of many tokens, whose activations are single halves or e4m3;
+// `plain` decodes any encoding and multiplies in float32; `dense` does bf16 for many tokens,
+// equally exact. In each an output element has one order of additions, whatever else is computed
+// beside it.
 #pragma once
 #include "../common/raw.cuh"
 #include "../common/split.cuh"

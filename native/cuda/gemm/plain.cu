@@ -101,14 +101,14 @@ __global__ void __launch_bounds__(kThreads) plain_kernel(const __grid_constant__
   a.outputs[which].y[static_cast<int64_t>(token + thread) * a.outputs[which].stride + row] = total;
 }
 
-void run_plain(Device *device, const Group &g, const float *x, int x_stride, const Output *outputs,
-               int tokens) {
+void run_plain(Device *device, const Raw *matrices, const Output *outputs, int n, const float *x,
+               int x_stride, int tokens) {
   PlainArgs a = {};
-  a.n = g.n_plain;
-  for (int i = 0; i < g.n_plain; i++) {
-    a.matrices[i] = g.plain[i];
-    a.outputs[i] = outputs[g.plain_matrix[i]];
-    a.first_row[i + 1] = a.first_row[i] + g.plain[i].rows;
+  a.n = n;
+  for (int i = 0; i < n; i++) {
+    a.matrices[i] = matrices[i];
+    a.outputs[i] = outputs[i];
+    a.first_row[i + 1] = a.first_row[i] + matrices[i].rows;
   }
   a.x = x;
   a.x_stride = x_stride;
@@ -129,6 +129,9 @@ void packed_e2m3(Device *device, const Packed &m, const Split &x, const Output *
                  const PairOutput *pair, int tokens);
 void packed_nvfp4(Device *device, const Packed &m, const Split &x, const Output *outputs,
                   const PairOutput *pair, int tokens);
+bool dense_takes(const Raw &m, int tokens);
+void run_dense(Device *device, const Raw *matrices, const Output *outputs, int n, const float *x,
+               int x_stride, int tokens);
 void wide_product(Device *device, const Packed &m, const Panel &x, const Output *outputs,
                   const PairOutput *pair, int tokens);
 void wide_product8(Device *device, const Packed &m, const Panel8 &x, const Output *outputs,
@@ -153,7 +156,16 @@ void gemm_group(Device *device, const Group &group, const float *x, int x_stride
       packed_nvfp4(device, m, split, outputs, pair, tokens);
     }
   }
-  if (group.n_plain > 0) run_plain(device, group, x, x_stride, outputs, tokens);
+  Raw plain[kGroupParts], dense[kGroupParts];
+  Output plain_out[kGroupParts], dense_out[kGroupParts];
+  int n_plain = 0, n_dense = 0;
+  for (int i = 0; i < group.n_plain; i++) {
+    const bool takes = dense_takes(group.plain[i], tokens);
+    (takes ? dense : plain)[takes ? n_dense : n_plain] = group.plain[i];
+    (takes ? dense_out : plain_out)[takes ? n_dense++ : n_plain++] = outputs[group.plain_matrix[i]];
+  }
+  if (n_plain > 0) run_plain(device, plain, plain_out, n_plain, x, x_stride, tokens);
+  if (n_dense > 0) run_dense(device, dense, dense_out, n_dense, x, x_stride, tokens);
 }
 
 }  // namespace ksl

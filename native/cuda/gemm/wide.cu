@@ -15,7 +15,7 @@ void wide_product(Device *device, const Packed &m, const Panel &x, const Output 
 
 void wide_product8(Device *device, const Packed &m, const Panel8 &x, const Output *outputs,
                    const PairOutput *pair, int tokens) {
-  run_wide8(device, m, x, outputs, pair, tokens, wide_columns(m.tiles, tokens, 192));
+  run_wide8(device, m, x, outputs, pair, tokens, wide_columns(m.tiles, tokens, 160));
 }
 
 }  // namespace ksl

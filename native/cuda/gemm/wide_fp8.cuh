@@ -64,41 +64,39 @@ __device__ void wide8_multiply_tiles(const WideArgs &a, uint8_t *memory, unsigne
 #pragma unroll
     for (int i = 0; i < kColumns / 2; i++) sum[i] = 0;
     unsigned fragments[4][4];
-    Codes8 codes, next;
+    Codes8 codes[2];
     barrier_wait(w.full(), w.phase);
-    codes.load(block(), lane, 0);
-    codes.fragment(0, fragments[0]);
+    uint2 scales = *reinterpret_cast<const uint2 *>(block() + 3072), next_scales = scales;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if ((i & 1) == 0) codes[i / 2].load(block(), lane, i / 2);
+      codes[i / 2].fragment(i & 1, fragments[i]);
+    }
     for (int super = 0; super < a.supers; super++) {
-      const uint2 scales = *reinterpret_cast<const uint2 *>(block() + 3072);
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         barrier_wait(x.full(), x.phase);
         turn_take(group);
         const uint64_t b = panel_descriptor(shared + x.place * Use::kStage);
+        wgmma_begin();
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-          wgmma_begin();
+        for (int i = 0; i < 4; i++)
           Wgmma<kColumns>::template run<false>(part, fragments[i], b + 2 * i, i != 0);
-          wgmma_commit();
-          if (i == 3) turn_give(group ^ 1);
-          if (i == 0 || (i == 2 && half == 0)) {
-            next.load(block(), lane, half * 2 + i / 2 + 1);
-          } else if (i == 2) {
-            __syncwarp();
-            if (lane == 0) barrier_arrive(w.empty(), rank);
-            w.next();
-            if (super + 1 < a.supers) {
-              barrier_wait(w.full(), w.phase);
-              next.load(block(), lane, 0);
-            }
+        wgmma_commit();
+        turn_give(group ^ 1);
+        if (half == 1) {
+          __syncwarp();
+          if (lane == 0) barrier_arrive(w.empty(), rank);
+          w.next();
+        }
+        const bool more = half == 0 || super + 1 < a.supers;
+        if (more) {
+          if (half == 1) {
+            barrier_wait(w.full(), w.phase);
+            next_scales = *reinterpret_cast<const uint2 *>(block() + 3072);
           }
-          wgmma_wait<3>();
-          if (i & 1) {
-            codes = next;
-            codes.fragment(0, fragments[(i + 1) & 3]);
-          } else {
-            codes.fragment(1, fragments[i + 1]);
-          }
+          codes[0].load(block(), lane, half == 0 ? 2 : 0);
+          codes[1].load(block(), lane, half == 0 ? 3 : 1);
         }
         wgmma_wait<0>();
         if (lane < kWideCluster) barrier_arrive(x.empty(), lane);
@@ -108,6 +106,9 @@ __device__ void wide8_multiply_tiles(const WideArgs &a, uint8_t *memory, unsigne
 #pragma unroll
         for (int i = 0; i < kColumns / 2; i++)
           sum[i] = __fmaf_rn(part[i], i & 2 ? upper : lower, sum[i]);
+#pragma unroll
+        for (int i = 0; i < 4; i++) codes[i / 2].fragment(i & 1, fragments[i]);
+        if (half == 1) scales = next_scales;
       }
     }
 #pragma unroll

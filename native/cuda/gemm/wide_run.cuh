@@ -66,10 +66,8 @@ void launch_fp8_columns(Device *device, const WideArgs &a, int columns) {
       return launch_fp8<kPair, 64>(device, a);
     case 128:
       return launch_fp8<kPair, 128>(device, a);
-    case 160:
-      return launch_fp8<kPair, 160>(device, a);
     default:
-      return launch_fp8<kPair, 192>(device, a);
+      return launch_fp8<kPair, 160>(device, a);
   }
 }
 
