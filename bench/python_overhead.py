@@ -4,10 +4,10 @@
         [-- FLAGS OF THE SERVER]
 
 Starts `python -m kslserve --engine fake`, streams to N clients at once and divides the server
-process's CPU time by the tokens. The baseline of the same run is a server
-with the same loop that only writes a frame of the same size to every client once per wave; `ratio`
-is server over baseline. Medians of the repeats. What the fake engine takes itself is part of it, in
-place of what packing and reading the native engine's structs takes.
+process's CPU time by the tokens. The baseline of the same run is a server with the same loop that
+only writes a frame of the same size to every client once per wave; `ratio` is server over baseline.
+Medians of the repeats. What the fake engine takes itself is part of it, in place of what packing
+and reading the native engine's structs takes.
 """
 
 from __future__ import annotations

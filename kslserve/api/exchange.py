@@ -153,7 +153,7 @@ class Exchange:
             self._broken(error)
         else:
             assert self._heartbeat is not None
-            self._heartbeat.touch()
+            self._heartbeat.touched = True
 
     def _broken(self, error: Exception) -> None:
         _log.error("encoding failed", id=self._request.request_id, trace=traceback.format_exc())
@@ -179,7 +179,7 @@ class Exchange:
         elif reply.started and type(events[-1]) not in _TERMINAL:
             assert self._heartbeat is not None
             reply.write(encoder.encode(events))
-            self._heartbeat.touch()
+            self._heartbeat.touched = True
         else:
             self._write(events)
 
@@ -209,7 +209,7 @@ class Exchange:
             self._reply.start_stream(headers=self._headers())
         self._reply.write(data)
         if self._heartbeat is not None:
-            self._heartbeat.touch()
+            self._heartbeat.touched = True
 
     def _keep_alive(self) -> None:
         """Nothing was sent for a while. A request that still waits for its admission gets its head

@@ -167,7 +167,7 @@ class FakeEngine:
         rows = [] if self._doomed else self.state.run(wave)
         now = self._now()
         start = max(now, self._busy_until)
-        end = start + self._duration(wave, sum(row.n for row in wave.rows))
+        end = start + self._duration(wave)
         self._busy_until = end
         done = Done(wave.id, rows, int(now * 1e9), int(start * 1e9), int(end * 1e9))
         if fatal:
@@ -189,8 +189,9 @@ class FakeEngine:
         self._closed = True
         self._waiting.clear()
 
-    def _duration(self, wave: Wave, columns: int) -> float:
+    def _duration(self, wave: Wave) -> float:
         """Seconds that a wave takes, called when its results are known."""
+        columns = sum(row.n for row in wave.rows) if self._column_s else 0
         return self._wave_s + columns * self._column_s + self.faults.slow.get(wave.id, 0.0)
 
     def _now(self) -> float:

@@ -216,7 +216,7 @@ class ScriptedEngine(FakeEngine):
         super().__init__(sizes, vocab=script.size, model=model, name="scripted")
         self._prompt_s = script.prompt_s
 
-    def _duration(self, wave: Wave, columns: int) -> float:
+    def _duration(self, wave: Wave) -> float:
         longest = 0.0
         for row in wave.rows:
             slot = self.state.slots[row.slot]

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 DONE = b"data: [DONE]\n\n"
+_TICKS = 4
 
 
 def frame(data: bytes, event: bytes | None = None) -> bytes:
@@ -19,25 +20,23 @@ def frame(data: bytes, event: bytes | None = None) -> bytes:
 
 
 class Heartbeat:
-    """Calls `send()` whenever `interval_s` seconds passed without a `touch()`.
+    """Calls `send()` after `interval_s` seconds of silence, or up to a quarter later.
 
-    `touch` is called on every write and only notes the time; one timer re-arms itself. A send
-    counts as a touch. Starts running at once; `stop` ends it for good.
+    touched: set by whoever writes, which costs a write next to nothing; one timer looks at it four
+    times an interval. Starts running at once; `stop` ends it for good.
     """
 
-    __slots__ = ("_handle", "_interval_s", "_last", "_loop", "_send")
+    __slots__ = ("_handle", "_loop", "_quiet", "_send", "_tick_s", "touched")
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, interval_s: float, send: Callable[[], None]
     ) -> None:
+        self.touched = False
         self._loop = loop
-        self._interval_s = interval_s
+        self._tick_s = interval_s / _TICKS
         self._send = send
-        self._last = loop.time()
-        self._handle: asyncio.TimerHandle | None = loop.call_later(interval_s, self._fire)
-
-    def touch(self) -> None:
-        self._last = self._loop.time()
+        self._quiet = 0  # ticks without a write
+        self._handle: asyncio.TimerHandle | None = loop.call_later(self._tick_s, self._fire)
 
     def stop(self) -> None:
         if self._handle is not None:
@@ -45,11 +44,11 @@ class Heartbeat:
             self._handle = None
 
     def _fire(self) -> None:
-        now = self._loop.time()
-        if now >= self._last + self._interval_s:
-            self._last = now
-            # Armed first: `send` may stop the heartbeat.
-            self._handle = self._loop.call_later(self._interval_s, self._fire)
+        self._quiet = 0 if self.touched else self._quiet + 1
+        self.touched = False
+        # Armed first: `send` may stop the heartbeat.
+        self._handle = self._loop.call_later(self._tick_s, self._fire)
+        if self._quiet == _TICKS:
+            self._quiet = 0
             self._send()
-        else:
-            self._handle = self._loop.call_at(self._last + self._interval_s, self._fire)
+            self.touched = False  # its own write

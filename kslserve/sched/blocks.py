@@ -32,7 +32,8 @@ class Retired:
 
     def complete(self, wave: int) -> list[int]:
         """Mark every wave up to `wave` complete and return what that frees."""
-        self.completed = max(self.completed, wave)
+        if wave > self.completed:
+            self.completed = wave
         if not self._waiting:
             return []
         freed = [i for w, indices in self._waiting if w <= wave for i in indices]

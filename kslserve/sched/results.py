@@ -54,14 +54,15 @@ class Results:
             sequence.in_flight -= 1
             before = sequence.computed
             sequence.computed = position = result.position
+            n = len(result.tokens)
             if before < sequence.prompt_tokens:
                 prompt += min(position, sequence.prompt_tokens) - before
             else:
                 decoding += 1
-                spoken += len(result.tokens)
+                spoken += n
             sequence.output += result.tokens
             if sequence.mark is None:
-                sampled += len(result.tokens)
+                sampled += n
                 self._row(sequence, result)
             elif not sequence.in_flight:
                 roster.end(sequence)

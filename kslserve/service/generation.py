@@ -119,27 +119,9 @@ class Generation:
         """Ids sampled by one wave, the stop id included."""
         if self.ended_at is not None or not ids:
             return
-        if len(ids) > 1 and (self._stops is not None or self._one_call):
+        if len(ids) > 1 and not self._plain:
             self._one_by_one(ids, logprobs)
-        else:
-            self._take(ids, logprobs)
-
-    def _one_by_one(self, ids: Sequence[int], logprobs: Entries | None) -> None:
-        """What ends the generation may lie before the last of several ids: those behind it do not
-        count. Still one batch of events."""
-        batch: list[Event] = []
-        client, self._client = self._client, batch.extend
-        try:
-            for at, token in enumerate(ids):
-                if self.done:
-                    break
-                self._take([token], logprobs[at : at + 1] if logprobs is not None else None)
-        finally:
-            self._client = client
-        if batch:
-            client(batch)
-
-    def _take(self, ids: Sequence[int], logprobs: Entries | None) -> None:
+            return
         if self.first_token_at is None:
             self.first_token_at = time.monotonic()
         usage = self.usage
@@ -156,7 +138,7 @@ class Generation:
             events = self._parse_singly(ids[:-1] if last else ids, logprobs)
             if last and self._parser.in_reasoning:
                 usage.reasoning_tokens += 1
-        if self._stops is not None or self._one_call:
+        if not self._plain:
             kept, cut = self._cut(events)
             if cut is not None:
                 if kept[-1:] != events[-1:]:
@@ -169,6 +151,19 @@ class Generation:
             self._held = events
         elif events:
             self._emit(events)
+
+    def _one_by_one(self, ids: Sequence[int], logprobs: Entries | None) -> None:
+        """What ends the generation may lie before the last of several ids: those behind it do not
+        count. Still one batch of events."""
+        batch: list[Event] = []
+        client, self._client = self._client, batch.extend
+        try:
+            for at, token in enumerate(ids):
+                self.tokens([token], logprobs[at : at + 1] if logprobs is not None else None)
+        finally:
+            self._client = client
+        if batch:
+            client(batch)
 
     def ended(self, reason: FinishReason, error: KslError | None) -> None:
         """The scheduler is done with the sequence; error is set when it failed."""
