@@ -51,6 +51,9 @@ ISA_FLAGS = {
     "isa_avx2": ["-mavx2", "-mfma", "-mf16c"],
     "isa_avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vbmi",
                    "-mavx512vnni", "-mfma", "-mf16c", "-mprefer-vector-width=512"],
+    "isa_avx512bf16": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vbmi",
+                       "-mavx512vnni", "-mavx512bf16", "-mfma", "-mf16c",
+                       "-mprefer-vector-width=512"],
 }  # fmt: skip
 # No contraction behind the source's back: sums and sampling must have the same bits everywhere.
 CUDA_FLAGS = [

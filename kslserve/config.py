@@ -89,7 +89,7 @@ class Settings:
     )
     kv: str = _s(
         "auto", "choice", "KV format; auto: bf16 on the CPU, q4 on CUDA",
-        choices=("auto", "f32", "bf16", "fp8", "q4"),
+        choices=("auto", "f32", "bf16", "fp8", "q4", "int8_g64", "int4_g32"),
     )  # fmt: skip
     kv_tokens: int = _s(
         AUTO, "int", "size of the KV pool in tokens; auto: what memory allows", low=16, auto=True

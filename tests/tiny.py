@@ -10,6 +10,8 @@ The dimensions avoid multiples of everything: partial panels, scale blocks, scan
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
@@ -51,6 +53,11 @@ def tiny_spec(*, mtp: bool = True) -> ModelSpec:
         norm_eps=1e-6,
         max_positions=4096,
     )
+
+
+def wide_spec() -> ModelSpec:
+    """The same with heads of 64 dimensions, which every KV format takes."""
+    return replace(tiny_spec(), head_dim=64, rotary_dims=16)
 
 
 def tiny_arrays(spec: ModelSpec, seed: int = 1, *, tied: bool = False) -> dict[str, F32]:

@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 # SHA-256 of native/include/ksl.h; `python build.py abi` writes it, the build refuses another one.
-ABI_HASH = "86e1d447ff239372ab7f7e10c336ec3d0e8d3d5973ce19d18ab78543ddef1663"
+ABI_HASH = "12373519c51c6008665c8d0ebd843e8c89ab2cb590601bd869c828e0dbcdd9a6"
 
 
 def header_hash(root: Path) -> str:

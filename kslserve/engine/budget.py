@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from kslserve.engine.model import ModelSpec
 
+# In the order of their numbers in ksl.h.
 KV_FORMATS = ("f32", "bf16", "fp8", "q4", "int8_g64", "int4_g32", "int8ring_int4")
 KV_RING_TOKENS = 1024  # positions that int8ring_int4 also keeps in int8
 
@@ -16,7 +17,8 @@ _SCALE = 4  # a float32 per position and KV head
 _HALF = 2  # fp16 scales and zero points
 _Q4_HEAD_DIMS = (32, 64, 128, 256)
 _HEAD_BATCH = 32  # columns that the output head takes at once
-_ATTENTION_QUERIES = 16
+_ATTENTION_QUERIES = 64
+_TILE_KEYS = 64
 _DRAFTS_MAX = 16
 _BIAS_MAX = 1024
 
@@ -37,22 +39,29 @@ def kv_problem(spec: ModelSpec, kv: str) -> str | None:
     return None
 
 
+def kv_row_bytes(head_dim: int, kv: str, side: int) -> tuple[int, int]:
+    """Bytes of the codes and of the scales of one position in one KV head, K (side 0) or V (1)."""
+    d = head_dim
+    e4m3 = (d, _SCALE)
+    match kv:
+        case "f32":
+            return 4 * d, 0
+        case "bf16":
+            return 2 * d, 0
+        case "fp8":
+            return e4m3
+        case "q4":  # K: a scale and a zero point per 32 channels
+            return e4m3 if side else (d // 2, d // 32 * 2 * _HALF)
+        case "int8_g64":
+            return d, d // 64 * _HALF
+        case "int4_g32" | "int8ring_int4":
+            return d // 2, d // 32 * _HALF
+    raise ValueError(f"{kv} is no KV format")
+
+
 def kv_head_bytes(head_dim: int, kv: str) -> int:
     """Bytes of K and V of one position in one KV head."""
-    d = head_dim
-    if kv == "f32":
-        return 8 * d
-    if kv == "bf16":
-        return 4 * d
-    if kv == "fp8":
-        return 2 * (d + _SCALE)
-    if kv == "q4":  # K: a scale and a zero point per 32 channels; V as in fp8
-        return d // 2 + d // 32 * 2 * _HALF + d + _SCALE
-    if kv == "int8_g64":
-        return 2 * (d + d // 64 * _HALF)
-    if kv in ("int4_g32", "int8ring_int4"):
-        return 2 * (d // 2 + d // 32 * _HALF)
-    raise ValueError(f"{kv} is no KV format")
+    return sum(kv_row_bytes(head_dim, kv, 0)) + sum(kv_row_bytes(head_dim, kv, 1))
 
 
 def kv_token_bytes(spec: ModelSpec, kv: str) -> int:
@@ -116,7 +125,8 @@ def workspace_bytes(
     group = spec.heads // spec.kv_heads
     tile = _padded(group * spec.head_dim + 2 * group)
     # Up to _ATTENTION_QUERIES query heads, of one or more columns, share a pass over a tile.
-    queries = 3 * _padded(_ATTENTION_QUERIES * spec.head_dim) + 4 * _padded(_ATTENTION_QUERIES)
+    queries = 2 * _ATTENTION_QUERIES * (spec.head_dim + 1)
+    queries += 2 * _TILE_KEYS * spec.head_dim + 64
     worker = 32 * tile + 2 * spec.vocab + queries
     worker += (1 + _DRAFTS_MAX) * (conv + value)
     total = 4 * (floats + threads * worker)

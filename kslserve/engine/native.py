@@ -33,6 +33,9 @@ KV_FORMATS = {
     "bf16": lib.KSL_KV_BF16,
     "fp8": lib.KSL_KV_FP8,
     "q4": lib.KSL_KV_Q4,
+    "int8_g64": lib.KSL_KV_INT8_G64,
+    "int4_g32": lib.KSL_KV_INT4_G32,
+    "int8ring_int4": lib.KSL_KV_INT8RING_INT4,
 }
 ACTIVATIONS = {"auto": lib.KSL_ACT_AUTO, "float": lib.KSL_ACT_FLOAT}
 ISAS = {

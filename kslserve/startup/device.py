@@ -11,7 +11,11 @@ from kslserve.engine.model import ModelSpec
 from kslserve.errors import UsageError
 from kslserve.startup.pools import free_memory_bytes
 
-CPU_KV = ("f32", "bf16")
+# What each backend can store.
+KV = {
+    "cpu": ("f32", "bf16", "fp8", "q4", "int8_g64", "int4_g32"),
+    "cuda": ("f32", "bf16", "fp8", "q4"),
+}
 
 
 def place(settings: Settings, spec: ModelSpec) -> Settings:
@@ -35,8 +39,9 @@ def place(settings: Settings, spec: ModelSpec) -> Settings:
     problem = kv_problem(spec, kv) if kv != "auto" else None
     if problem is not None:
         raise UsageError(f"--kv {kv}: {problem}")
-    if device == "cpu" and kv not in ("auto", *CPU_KV):
-        raise UsageError(f"--kv {kv} needs --device cuda; the CPU has {' and '.join(CPU_KV)}.")
+    if kv not in ("auto", *KV[device]):
+        has = ", ".join(KV[device])
+        raise UsageError(f"--kv {kv} is not a format of --device {device}, which has {has}.")
     return replace(settings, device=device, kv=kv)
 
 

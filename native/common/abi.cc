@@ -9,6 +9,7 @@
 #include "codec.h"
 #include "engine.h"
 #include "error.h"
+#include "kv_row.h"
 #include "model.h"
 #include "sample.h"
 
@@ -54,6 +55,26 @@ int check_finite(const float *src, int64_t rows, int64_t cols, ksl_error *error)
       return fail(error, KSL_INVALID, "codec: the value at row %lld, column %lld is not finite",
                   static_cast<long long>(i / cols), static_cast<long long>(i % cols));
   }
+  return KSL_OK;
+}
+
+struct KvSide {
+  int codes, scales;  // bytes of a row
+};
+KvSide side_bytes(int format, int side, int head_dim) {
+  const KvRow row = kv_row(format, head_dim);
+  return side == kKvKey ? KvSide{row.k, row.k_scale} : KvSide{row.v, row.v_scale};
+}
+
+int check_kv_rows(int format, int side, int64_t rows, int head_dim, ksl_error *error) {
+  if (format < KSL_KV_F32 || format > KSL_KV_INT8RING_INT4 || side < kKvKey || side > kKvValue ||
+      rows < 0 || head_dim < 1 || head_dim > 1 << 16)
+    return fail(error, KSL_INVALID, "KV rows: format %d, side %d or shape [%lld, %d] is unknown",
+                format, side, static_cast<long long>(rows), head_dim);
+  const char *limit = kv_format_limit(format, head_dim);
+  if (limit)
+    return fail(error, KSL_INVALID, "KV format %s takes %s, not %d", kv_format_name(format), limit,
+                head_dim);
   return KSL_OK;
 }
 
@@ -166,6 +187,30 @@ KSL_API int ksl_reorder(const int32_t *order, int64_t n, int32_t unit_bytes, int
       return ksl::fail(error, KSL_INVALID, "reorder: order[%lld] is %d, must be 0 to %lld",
                        static_cast<long long>(i), order[i], static_cast<long long>(n - 1));
   ksl::reorder(order, n, unit_bytes, runs, from, to);
+  return KSL_OK;
+}
+
+KSL_API int ksl_kv_encode(int32_t kv_format, int32_t side, const float *src, int64_t rows,
+                          int32_t head_dim, void *codes, void *scales, ksl_error *error) {
+  const int rc = ksl::check_kv_rows(kv_format, side, rows, head_dim, error);
+  if (rc != KSL_OK) return rc;
+  const ksl::KvSide bytes = ksl::side_bytes(kv_format, side, head_dim);
+  for (int64_t r = 0; r < rows; r++)
+    ksl::kv_encode(kv_format, side, src + r * head_dim, head_dim,
+                   static_cast<uint8_t *>(codes) + r * bytes.codes,
+                   static_cast<uint8_t *>(scales) + r * bytes.scales);
+  return KSL_OK;
+}
+
+KSL_API int ksl_kv_decode(int32_t kv_format, int32_t side, const void *codes, const void *scales,
+                          int64_t rows, int32_t head_dim, float *dst, ksl_error *error) {
+  const int rc = ksl::check_kv_rows(kv_format, side, rows, head_dim, error);
+  if (rc != KSL_OK) return rc;
+  const ksl::KvSide bytes = ksl::side_bytes(kv_format, side, head_dim);
+  for (int64_t r = 0; r < rows; r++)
+    ksl::kv_decode(kv_format, side, static_cast<const uint8_t *>(codes) + r * bytes.codes,
+                   static_cast<const uint8_t *>(scales) + r * bytes.scales, head_dim,
+                   dst + r * head_dim);
   return KSL_OK;
 }
 

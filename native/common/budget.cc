@@ -31,7 +31,7 @@ int check_config(const ksl_config *c, ksl_error *error) {
       {"max_blocks_per_slot", c->max_blocks_per_slot, 1, 1 << 20},
       {"wave_columns", c->wave_columns, 1, 1 << 16},
       {"ring_depth", c->ring_depth, 1, 64},
-      {"kv_format", c->kv_format, KSL_KV_F32, KSL_KV_Q4},
+      {"kv_format", c->kv_format, KSL_KV_F32, KSL_KV_INT8RING_INT4},
       {"activations", c->activations, KSL_ACT_AUTO, KSL_ACT_FLOAT},
       {"isa", c->isa, KSL_ISA_AUTO, KSL_ISA_AVX512},
       {"threads", c->threads, 0, 256},
@@ -61,30 +61,6 @@ int check_config(const ksl_config *c, ksl_error *error) {
 
 }  // namespace
 
-int kv_element_bytes(int format) {
-  return format == KSL_KV_F32 ? 4 : (format == KSL_KV_BF16 ? 2 : 0);
-}
-
-KvRow kv_row(int format, int head_dim) {
-  const int d = head_dim;
-  switch (format) {
-    case KSL_KV_F32:
-    case KSL_KV_BF16:
-      return {d * kv_element_bytes(format), 0, d * kv_element_bytes(format), 0};
-    case KSL_KV_FP8:
-      return {d, 4, d, 4};
-    case KSL_KV_Q4:
-      return {d / 2, d / 32 * 4, d, 4};
-    default:
-      return {0, 0, 0, 0};
-  }
-}
-
-const char *kv_format_name(int format) {
-  static const char *const kNames[] = {"f32", "bf16", "fp8", "q4"};
-  return format >= KSL_KV_F32 && format <= KSL_KV_Q4 ? kNames[format] : "unknown";
-}
-
 int budget_init(Budget *budget, const ModelSpec *spec, const ksl_config *config, ksl_error *error) {
   *budget = Budget{};
   const int rc = check_config(config, error);
@@ -100,10 +76,10 @@ int budget_init(Budget *budget, const ModelSpec *spec, const ksl_config *config,
   b.hidden_floats = static_cast<uint64_t>(spec->hidden);
   b.slab_bytes = mul(b.delta_floats + b.conv_floats + b.hidden_floats, 4);
   const int d = spec->head_dim;
-  if (config->kv_format == KSL_KV_Q4 && spec->kv_layers > 0 && d != 32 && d != 64 && d != 128 &&
-      d != 256)
-    return fail(error, KSL_INVALID,
-                "KV format q4 takes heads of 32, 64, 128 or 256 dimensions, not %d", d);
+  const char *limit = spec->kv_layers > 0 ? kv_format_limit(config->kv_format, d) : nullptr;
+  if (limit)
+    return fail(error, KSL_INVALID, "KV format %s takes %s, not %d",
+                kv_format_name(config->kv_format), limit, d);
   const KvRow row = kv_row(config->kv_format, d);
   b.kv_token_bytes = static_cast<uint64_t>(spec->kv_layers) *
                      static_cast<uint64_t>(spec->kv_heads) *

@@ -2,6 +2,7 @@
 // Also the one place that says how a slab image and a block image are laid out.
 #pragma once
 #include "abi.h"
+#include "kv_row.h"
 #include "model.h"
 
 namespace ksl {
@@ -26,15 +27,5 @@ struct Budget {
 
 // Checks the pool and execution fields of the configuration and fills the budget. `spec` is valid.
 int budget_init(Budget *budget, const ModelSpec *spec, const ksl_config *config, ksl_error *error);
-
-// Bytes of one position and KV head in each plane of a block.
-struct KvRow {
-  int k, k_scale, v, v_scale;
-};
-// All zero for an unknown format.
-KvRow kv_row(int format, int head_dim);
-// Bytes of one KV element of the formats without scales, else 0.
-int kv_element_bytes(int format);
-const char *kv_format_name(int format);
 
 }  // namespace ksl

@@ -37,6 +37,25 @@ KSL_HD inline uint16_t f32_to_bf16(float v) {
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
+// Round to nearest even, beyond the range to infinity; NaN stays NaN.
+KSL_HD inline uint16_t f32_to_f16(float v) {
+  const uint32_t bits = float_bits(v), magnitude = bits & 0x7fffffffu;
+  const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000u);
+  if (magnitude > 0x7f800000u) return sign | 0x7e00u;
+  if (magnitude >= 0x477ff000u) return sign | 0x7c00u;  // from 65520 on
+  if (magnitude < 0x38800000u)                          // below 2^-14: multiples of 2^-24
+    return sign | static_cast<uint16_t>(round_half_even(bits_float(magnitude) * 0x1p24f));
+  const uint32_t m = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
+  return sign | static_cast<uint16_t>((m >> 13) - (112u << 10));
+}
+KSL_HD inline float f16_to_f32(uint16_t v) {
+  const uint32_t sign = static_cast<uint32_t>(v & 0x8000u) << 16, magnitude = v & 0x7fffu;
+  if (magnitude >= 0x7c00u) return bits_float(sign | 0x7f800000u | (magnitude << 13));
+  if (magnitude < 0x400u)
+    return bits_float(sign | float_bits(static_cast<float>(magnitude) * 0x1p-24f));
+  return bits_float(sign | ((magnitude << 13) + (112u << 23)));
+}
+
 // OCP e4m3fn; 0x7f and 0xff are NaN.
 KSL_HD inline float e4m3_to_f32(uint8_t v) {
   const uint32_t sign = static_cast<uint32_t>(v & 0x80u) << 24;

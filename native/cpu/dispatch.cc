@@ -12,7 +12,7 @@ namespace {
 #if defined(__x86_64__)
 
 struct Features {
-  bool avx2, avx512;
+  bool avx2, avx512, bf16;
 };
 
 // Registers that the operating system saves (XCR0).
@@ -25,7 +25,7 @@ uint64_t saved_state() {
 // Every extension that build.py compiles the objects for must be present.
 Features detect() {
   uint32_t a, b, c1, d, b7, c7;
-  Features found = {false, false};
+  Features found = {false, false, false};
   if (!__get_cpuid(1, &a, &b, &c1, &d)) return found;
   const uint32_t fma = 1u << 12, osxsave = 1u << 27, avx = 1u << 28, f16c = 1u << 29;
   if ((c1 & (fma | osxsave | avx | f16c)) != (fma | osxsave | avx | f16c)) return found;
@@ -37,6 +37,9 @@ Features detect() {
   const uint32_t vbmi = 1u << 1, vnni = 1u << 11;
   found.avx512 = found.avx2 && (b7 & (f | dq | bw | vl)) == (f | dq | bw | vl) &&
                  (c7 & (vbmi | vnni)) == (vbmi | vnni) && (saved & zmm) == zmm;
+  uint32_t a71, b71, c71, d71;
+  const uint32_t bf16 = 1u << 5;
+  found.bf16 = found.avx512 && __get_cpuid_count(7, 1, &a71, &b71, &c71, &d71) && (a71 & bf16);
   return found;
 }
 
@@ -45,6 +48,10 @@ const Kernels *table_avx2() {
 }
 const Kernels *table_avx512() {
   return detect().avx512 ? &kernels_avx512 : nullptr;
+}
+
+bool has_bf16() {
+  return detect().bf16;
 }
 
 #else
@@ -76,6 +83,13 @@ const Kernels *kernels_for(int isa) {
     default:
       return nullptr;
   }
+}
+
+const AttnKernels *attention_for(const Kernels *kernels, bool bf16) {
+#if defined(__x86_64__)
+  if (bf16 && kernels == &kernels_avx512 && has_bf16()) return &kernels_avx512bf16;
+#endif
+  return &kernels->attn;
 }
 
 const char *kernels_list(void) {

@@ -11,6 +11,7 @@
 #include <stdint.h>
 
 #include "../common/abi.h"
+#include "attn.h"
 
 namespace ksl {
 
@@ -53,9 +54,6 @@ static inline QuantizedColumn quantized_column(uint8_t *p, int n) {
   return {(int8_t *)p, scales, sums, sums + blocks};
 }
 
-// One (query column, KV head) group's partial attention over one tile of keys: for each of the
-// group's query heads the running maximum m, sum l and unnormalised accumulator [head_dim].
-enum { kTileKeys = 64, kMaxHeadDim = 256, kMaxGroup = 16 };
 enum { kScanColumns = 32, kMaxKeyDim = 256 };
 
 struct Kernels {
@@ -105,30 +103,20 @@ struct Kernels {
                      size_t g_stride, int n, int dk, size_t dv, int nv, float *state, bool commit,
                      int n_cuts, const int *cut_at, float *const *cut_state);
 
-  // KV rows of one head: float32 [head_dim] to and from the pool's element type (KSL_KV_*).
-  void (*kv_store)(int format, const float *x, int n, void *row);
-
-  // Tile: keys [0, n_keys) (n_keys <= kTileKeys) whose rows lie at k_rows[j], v_rows[j] (already
-  // offset to the KV head), group query heads q + h * q_stride (already scaled).
-  //   m[h], l[h], acc + h * head_dim: this tile's own maximum, sum and accumulator.
-  void (*attn_tile)(int format, const float *q, size_t q_stride, int group, int head_dim,
-                    const void *const *k_rows, const void *const *v_rows, int n_keys, float *m,
-                    float *l, float *acc);
-  // n_keys 0 gives m = -inf, l = 0, acc = 0. The result depends on the n_keys keys only.
-  // Combines tile `b` into running `a` (both as above, one head); a starts with m = -inf, l = 0 and
-  // any accumulator.
-  void (*attn_combine)(float *ma, float *la, float *acca, float mb, float lb, const float *accb,
-                       int head_dim);
-  // out = acc / l
-  void (*attn_finish)(const float *acc, float l, int head_dim, float *out);
+  AttnKernels attn;
 };
 
 // Tables by KSL_ISA_*; null where the build or the machine lacks it. AUTO: the best.
 const Kernels *kernels_for(int isa);
 const char *kernels_list(void);  // "scalar avx2 avx512" as runnable here
 
+// The attention of a table: where `bf16` allows it and the machine has it, the one of bf16
+// products.
+const AttnKernels *attention_for(const Kernels *kernels, bool bf16);
+
 // One table per object, the only symbol it exports.
 extern const Kernels kernels_scalar, kernels_avx2, kernels_avx512;
+extern const AttnKernels kernels_avx512bf16;
 
 // Bytes of a packed matrix, a multiple of 64. (pack.cc; not per ISA.)
 size_t matrix_bytes(int encoding, int64_t rows, int64_t cols);

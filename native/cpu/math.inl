@@ -1,6 +1,20 @@
-// exp and the functions made of it, on V. Defined for every input: no NaN except from NaN.
+// Loops over V; exp and the functions made of it. Defined for every input: no NaN except from NaN.
 namespace ksl {
 namespace {
+
+// Calls f(i, load, store) for each vector of [0, n), the last one partial.
+template <class F>
+KSL_INLINE void each_vector(int n, F f) {
+  int i = 0;
+  for (; i + 16 <= n; i += 16)
+    f(i, [](const float *p) { return v_load(p); }, [](float *p, V a) { v_store(p, a); });
+  if (i < n) {
+    const int m = n - i;
+    f(
+        i, [m](const float *p) { return v_load_n(p, m); },
+        [m](float *p, V a) { v_store_n(p, a, m); });
+  }
+}
 
 // e^x to about 1 ulp: x = n ln 2 + r with |r| <= ln 2 / 2, then 1 + r + r^2 q(r), q a minimax fit.
 // 0 below -104, infinity above 88.8.

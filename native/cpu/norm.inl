@@ -5,20 +5,6 @@
 namespace ksl {
 namespace {
 
-// Calls f(i, load, store) for each vector of [0, n), the last one partial.
-template <class F>
-KSL_INLINE void each_vector(int n, F f) {
-  int i = 0;
-  for (; i + 16 <= n; i += 16)
-    f(i, [](const float *p) { return v_load(p); }, [](float *p, V a) { v_store(p, a); });
-  if (i < n) {
-    const int m = n - i;
-    f(
-        i, [m](const float *p) { return v_load_n(p, m); },
-        [m](float *p, V a) { v_store_n(p, a, m); });
-  }
-}
-
 KSL_INLINE float sum_of_squares(const float *x, int n) {
   V sum = v_zero();
   each_vector(n, [&](int i, auto load, auto) {

@@ -75,12 +75,15 @@ int make_pools(Backend *b, ksl_error *error) {
   b->slab_floats = padded(b->image_floats);
   b->slabs = own_floats(b, b->slab_floats * config->slabs);
 
-  b->kv_element = kv_element_bytes(config->kv_format);
-  b->kv_row = spec->kv_layers ? spec->head_dim * b->kv_element : 0;
-  b->kv_side = spec->kv_width * b->kv_element * config->block_tokens;
-  b->kv_layer_bytes = 2 * b->kv_side;
+  const KvRow row = kv_row(config->kv_format, spec->head_dim);
+  const int row_bytes[kKvPlanes] = {row.k, row.k_scale, row.v, row.v_scale};
+  for (int p = 0; p < kKvPlanes; p++) {
+    b->kv_bytes[p] = row_bytes[p];
+    b->kv_offset[p] = b->kv_layer_bytes;
+    b->kv_layer_bytes += static_cast<size_t>(config->block_tokens) * spec->kv_heads * row_bytes[p];
+  }
   b->block_bytes = budget.block_bytes;
-  b->blocks = static_cast<uint8_t *>(own_bytes(b, b->block_bytes * config->blocks));
+  b->blocks = static_cast<uint8_t *>(alloc_huge(b->alloc, b->block_bytes * config->blocks));
 
   const size_t entries = static_cast<size_t>(config->slots) * config->max_blocks_per_slot;
   b->tables = static_cast<int32_t *>(own_bytes(b, entries * sizeof(int32_t)));
@@ -171,19 +174,17 @@ int make_scratch(Backend *b, ksl_error *error) {
   for (int i = 0; i < b->threads; i++) {
     WorkerScratch *w = &b->workers[i];
     const bool sampler = scratch_init(&w->sample, spec->vocab, b->alloc);
-    const size_t queries = spec->kv_layers ? kMaxGroup : 0;
-    const size_t width = padded(queries * spec->head_dim);
-    w->query = own_floats(b, 3 * width);
-    w->m = own_floats(b, 4 * padded(kMaxGroup));
+    const size_t queries = spec->kv_layers ? kMaxQueries : 0;
+    w->query = own_floats(b, 2 * queries * spec->head_dim);
+    w->m = own_floats(b, 2 * kMaxQueries);
+    w->tile =
+        static_cast<uint8_t *>(own_bytes(b, queries ? attn_scratch_bytes(spec->head_dim) : 0));
     w->replay = own_floats(b, (1 + KSL_MAX_DRAFT) * (b->conv_stride + b->value_stride));
-    if (!sampler || !w->query || !w->m || !w->replay) {
+    if (!sampler || !w->query || !w->m || !w->tile || !w->replay) {
       return no_memory(error, "the activations");
     }
-    w->acc = w->query + width;
-    w->tile_acc = w->acc + width;
-    w->l = w->m + padded(kMaxGroup);
-    w->tile_m = w->l + padded(kMaxGroup);
-    w->tile_l = w->tile_m + padded(kMaxGroup);
+    w->acc = w->query + queries * spec->head_dim;
+    w->l = w->m + kMaxQueries;
   }
 
   b->qkv = region;
@@ -229,8 +230,8 @@ int fill_backend(Backend *b, const TensorTable *tensors, ksl_error *error) {
                 "The CPU backend takes linear key heads of at most %d dims, not %d.",
                 int(kMaxKeyDim), spec->lin_key_dim);
   }
-  if (kv_element_bytes(config->kv_format) == 0) {
-    return fail(error, KSL_INVALID, "The CPU backend has the KV formats f32 and bf16, not %s.",
+  if (config->kv_format == KSL_KV_INT8RING_INT4) {
+    return fail(error, KSL_INVALID, "The CPU backend does not have the KV format %s.",
                 kv_format_name(config->kv_format));
   }
   b->kernels = kernels_for(config->isa);
@@ -239,6 +240,7 @@ int fill_backend(Backend *b, const TensorTable *tensors, ksl_error *error) {
                 "This machine or build has no instruction set path %d (has: %s).", config->isa,
                 kernels_list());
   }
+  b->attn = attention_for(b->kernels, config->activations != KSL_ACT_FLOAT);
   b->threads = thread_count(config->threads);
   b->inline_cost = config->test_hooks ? 0 : kInlineCost;
   b->owned_capacity = 24 * (spec->layers + spec->mtp_layers) + 8 * b->threads + 80;
@@ -276,6 +278,7 @@ void cpu_close(Backend *b) {
   for (int i = 0; b->workers && i < b->threads; i++) scratch_free(&b->workers[i].sample);
   for (int i = b->n_owned; i-- > 0;) alloc_free(b->owned[i]);
   alloc_free(b->matrices);
+  alloc_free(b->blocks);
   alloc_free(b->owned);
   alloc_free(b);
 }
@@ -322,8 +325,8 @@ void cpu_info(Backend *b, ksl_info *info) {
   snprintf(info->activation, sizeof info->activation, "%s", activation);
   snprintf(info->equality, sizeof info->equality, "bit");
   int at = snprintf(info->numerics, sizeof info->numerics,
-                    "cpu %.16s %s kv=%s %s weights=", ksl_source_digest(), b->kernels->name,
-                    kv_format_name(config->kv_format), activation);
+                    "cpu %.16s %s/%s kv=%s %s weights=", ksl_source_digest(), b->kernels->name,
+                    b->attn->name, kv_format_name(config->kv_format), activation);
   const char *separator = "";
   for (int e = 0; e < 5; e++) {
     if (!(b->encodings >> e & 1) || at >= static_cast<int>(sizeof info->numerics)) continue;

@@ -47,19 +47,19 @@ void store_task(void *context, int, int begin, int end) {
   const LayerTask *t = static_cast<const LayerTask *>(context);
   Backend *b = t->b;
   const ModelSpec *s = b->spec;
-  const int d = s->head_dim;
+  const int d = s->head_dim, format = b->config->kv_format;
   for (int c = begin; c < end; c++) {
-    const int slot = b->batch->slot[c], position = b->batch->position[c];
+    const int position = b->batch->position[c];
+    const KvPlace place = kv_place(b, b->batch->slot[c], t->kv, position);
     for (int h = 0; h < s->kv_heads; h++) {
-      uint8_t *row = kv_at(b, slot, t->kv, position, h);
-      if (position < t->first_key) {
-        memset(row, 0, b->kv_row);
-        memset(row + b->kv_side, 0, b->kv_row);
-        continue;
+      uint8_t *plane[kKvPlanes];
+      for (int p = 0; p < kKvPlanes; p++) {
+        plane[p] = place.layer + b->kv_offset[p] + (place.row + h) * b->kv_bytes[p];
+        if (position < t->first_key) memset(plane[p], 0, b->kv_bytes[p]);
       }
-      b->kernels->kv_store(b->config->kv_format, b->k + c * b->kv_stride + h * d, d, row);
-      b->kernels->kv_store(b->config->kv_format, b->v + c * b->kv_stride + h * d, d,
-                           row + b->kv_side);
+      if (position < t->first_key) continue;
+      kv_encode(format, kKvKey, b->k + c * b->kv_stride + h * d, d, plane[0], plane[1]);
+      kv_encode(format, kKvValue, b->v + c * b->kv_stride + h * d, d, plane[2], plane[3]);
     }
   }
 }
@@ -68,68 +68,93 @@ inline int tiles_of(int position) {
   return position / kTileKeys + 1;
 }
 
-// The group's queries of one column and KV head, scaled.
+// The group's queries of one column and KV head in the form that tiles take.
 void load_query(const Backend *b, int column, int head, float *query) {
   const ModelSpec *s = b->spec;
-  const int n = s->heads / s->kv_heads * s->head_dim;
-  const float *q = b->q + column * b->query_stride + static_cast<size_t>(head) * n;
-  const float scale = 1.0f / sqrtf(static_cast<float>(s->head_dim));
-  for (int i = 0; i < n; i++) query[i] = q[i] * scale;
+  const int group = s->heads / s->kv_heads, d = s->head_dim;
+  const float *q = b->q + column * b->query_stride + static_cast<size_t>(head) * group * d;
+  const float scale = 1.0f / sqrtf(static_cast<float>(d));
+  const bool rotated = b->config->kv_format == KSL_KV_Q4;
+  for (int h = 0; h < group; h++, q += d, query += d) {
+    float turned[kMaxHeadDim];
+    if (rotated) {
+      memcpy(turned, q, d * sizeof(float));
+      kv_rotate(turned, d);
+    }
+    b->attn->query(b->config->kv_format, rotated ? turned : q, d, scale, query);
+  }
 }
 
-// Partial attention over one tile of keys, as far as `column` sees it, of `queries` query heads:
-// the group of that column, or groups of several columns that see the same keys.
-void run_tile(const LayerTask *t, WorkerScratch *scratch, const float *query, int queries,
-              int column, int head, int tile, float *m, float *l, float *acc) {
+enum { kMaxRuns = kTileKeys / kMinBlockTokens + 1 };
+
+// The keys [from, to) of a slot, at most kTileKeys of them, as runs that lie in one block each.
+int find_runs(const Backend *b, int kv, int slot, int head, int from, int to, KvRun *runs) {
+  const int tokens = b->config->block_tokens;
+  const size_t heads = b->spec->kv_heads;
+  int n = 0;
+  while (from < to) {
+    const KvPlace place = kv_place(b, slot, kv, from);
+    int piece = tokens - from % tokens;
+    if (piece > to - from) piece = to - from;
+    const uint8_t *plane[kKvPlanes];
+    for (int p = 0; p < kKvPlanes; p++)
+      plane[p] = place.layer + b->kv_offset[p] + (place.row + head) * b->kv_bytes[p];
+    runs[n++] = {b->config->kv_format,
+                 piece,
+                 plane[0],
+                 plane[1],
+                 plane[2],
+                 plane[3],
+                 heads * b->kv_bytes[0],
+                 heads * b->kv_bytes[1],
+                 heads * b->kv_bytes[2],
+                 heads * b->kv_bytes[3]};
+    from += piece;
+  }
+  return n;
+}
+
+// Adds one tile, as far as they see it, to the running results of consecutive columns of a row.
+void run_tile(const LayerTask *t, WorkerScratch *w, const float *query, int columns, int column,
+              int head, int tile, float *m, float *l, float *acc) {
   Backend *b = t->b;
   const ModelSpec *s = b->spec;
   const int position = b->batch->position[column], slot = b->batch->slot[column];
-  const int block_tokens = b->config->block_tokens;
-  const size_t step = b->kv_row * s->kv_heads;
-  int from = tile * kTileKeys, to = from + kTileKeys;
-  if (from < t->first_key) from = t->first_key;
-  if (to > position + 1) to = position + 1;
-  int n = 0;
-  while (from < to) {  // pieces that lie in one block
-    const uint8_t *row = kv_at(b, slot, t->kv, from, head);
-    int piece = block_tokens - from % block_tokens;
-    if (piece > to - from) piece = to - from;
-    for (int i = 0; i < piece; i++, n++, row += step) {
-      scratch->keys[n] = row;
-      scratch->values[n] = row + b->kv_side;
-    }
-    from += piece;
+  const int from = tile ? tile * kTileKeys : t->first_key, end = (tile + 1) * kTileKeys;
+  int n_keys[kMaxQueries], to = from;
+  for (int c = 0; c < columns; c++) {
+    to = position + c + 1 < end ? position + c + 1 : end;
+    n_keys[c] = to - from;
   }
-  b->kernels->attn_tile(b->config->kv_format, query, s->head_dim, queries, s->head_dim,
-                        scratch->keys, scratch->values, n, m, l, acc);
+  KvRun runs[kMaxRuns], next[kMaxRuns];
+  const int n_runs = find_runs(b, t->kv, slot, head, from, to, runs);
+  int n_next = 0;
+  const int last = position + columns;
+  if (end < last) {
+    const int next_end = end + kTileKeys < last ? end + kTileKeys : last;
+    n_next = find_runs(b, t->kv, slot, head, end, next_end, next);
+  }
+  b->attn->tile(runs, n_runs, next, n_next, query, s->heads / s->kv_heads, columns, n_keys,
+                s->head_dim, w->tile, m, l, acc);
 }
 
-void start(const ModelSpec *s, int queries, float *m, float *l, float *acc) {
+void start(int queries, float *m, float *l) {
   for (int h = 0; h < queries; h++) {
     m[h] = -INFINITY;
     l[h] = 0;
   }
-  memset(acc, 0, sizeof(float) * queries * s->head_dim);
 }
 
-void combine(const Backend *b, int queries, float *m, float *l, float *acc, const float *tile_m,
-             const float *tile_l, const float *tile_acc) {
-  const int d = b->spec->head_dim;
-  for (int h = 0; h < queries; h++) {
-    b->kernels->attn_combine(&m[h], &l[h], acc + h * d, tile_m[h], tile_l[h], tile_acc + h * d, d);
-  }
-}
-
-void finish(const Backend *b, int column, int head, const float *l, const float *acc) {
+void finish(const LayerTask *t, int column, int head, const float *l, const float *acc) {
+  const Backend *b = t->b;
   const ModelSpec *s = b->spec;
   const int group = s->heads / s->kv_heads, d = s->head_dim;
   float *out = b->o + column * b->query_stride + static_cast<size_t>(head) * group * d;
-  for (int h = 0; h < group; h++) b->kernels->attn_finish(acc + h * d, l[h], d, out + h * d);
-}
-
-void no_keys(const Backend *b, int column, int head) {
-  const int n = b->spec->heads / b->spec->kv_heads * b->spec->head_dim;
-  memset(b->o + column * b->query_stride + static_cast<size_t>(head) * n, 0, n * sizeof(float));
+  if (b->batch->position[column] < t->first_key) {  // it sees no key
+    memset(out, 0, sizeof(float) * group * d);
+    return;
+  }
+  for (int h = 0; h < group; h++) b->attn->finish(acc + h * d, l[h], d, out + h * d);
 }
 
 // How many columns from `column` on, at most `most`, are consecutive positions of one row.
@@ -143,43 +168,26 @@ int run_of_columns(const Backend *b, int column, int most) {
 }
 
 // Items are (KV head, column) pairs, heads outermost: neighbours share keys. Consecutive columns of
-// a row go through the tiles that all of them see whole together, so that each key is read and
-// widened once for them; a query head's bits do not depend on its company.
+// a row go through the tiles together, so that each key is read and widened once for them.
 void core_task(void *context, int worker, int begin, int end) {
   const LayerTask *t = static_cast<const LayerTask *>(context);
   Backend *b = t->b;
   WorkerScratch *w = &b->workers[worker];
-  const int group = b->spec->heads / b->spec->kv_heads, d = b->spec->head_dim;
-  const size_t width = static_cast<size_t>(group) * d;
+  const int group = b->spec->heads / b->spec->kv_heads;
+  const size_t width = static_cast<size_t>(group) * b->spec->head_dim;
   for (int i = begin; i < end;) {
     const int head = i / b->batch->n, column = i % b->batch->n;
-    const int position = b->batch->position[column];
-    if (position < t->first_key) {
-      no_keys(b, column, head);
-      i++;
-      continue;
-    }
-    int most = kMaxGroup / group;
+    int most = kMaxQueries / group;
     if (most > end - i) most = end - i;
     if (most > b->batch->n - column) most = b->batch->n - column;
     const int columns = run_of_columns(b, column, most);
     for (int c = 0; c < columns; c++) load_query(b, column + c, head, w->query + c * width);
-    start(b->spec, columns * group, w->m, w->l, w->acc);
-    const int shared = (position + 1) / kTileKeys;
-    for (int tile = 0; tile < shared; tile++) {
-      run_tile(t, w, w->query, columns * group, column, head, tile, w->tile_m, w->tile_l,
-               w->tile_acc);
-      combine(b, columns * group, w->m, w->l, w->acc, w->tile_m, w->tile_l, w->tile_acc);
-    }
-    for (int c = 0; c < columns; c++) {
-      float *m = w->m + c * group, *l = w->l + c * group, *acc = w->acc + c * width;
-      for (int tile = shared; tile < tiles_of(position + c); tile++) {
-        run_tile(t, w, w->query + c * width, group, column + c, head, tile, w->tile_m, w->tile_l,
-                 w->tile_acc);
-        combine(b, group, m, l, acc, w->tile_m, w->tile_l, w->tile_acc);
-      }
-      finish(b, column + c, head, l, acc);
-    }
+    start(columns * group, w->m, w->l);
+    const int tiles = tiles_of(b->batch->position[column] + columns - 1);
+    for (int tile = 0; tile < tiles; tile++)
+      run_tile(t, w, w->query, columns, column, head, tile, w->m, w->l, w->acc);
+    for (int c = 0; c < columns; c++)
+      finish(t, column + c, head, w->l + c * group, w->acc + c * width);
     i += columns;
   }
 }
@@ -204,7 +212,8 @@ void tile_task(void *context, int worker, int begin, int end) {
   for (int i = begin; i < end; i++) {
     float *acc = b->partials + i * partial_floats(s);
     float *m = acc + group * s->head_dim;
-    run_tile(&t->layer, &b->workers[worker], t->query, group, t->column, t->head, t->first + i, m,
+    start(group, m, m + group);
+    run_tile(&t->layer, &b->workers[worker], t->query, 1, t->column, t->head, t->first + i, m,
              m + group, acc);
   }
 }
@@ -213,22 +222,23 @@ void core_by_tiles(const LayerTask *layer, int column, int head) {
   Backend *b = layer->b;
   const ModelSpec *s = b->spec;
   WorkerScratch *w = &b->workers[0];
-  const int group = s->heads / s->kv_heads;
+  const int group = s->heads / s->kv_heads, d = s->head_dim;
   const int tiles = tiles_of(b->batch->position[column]);
-  const int64_t cost = static_cast<int64_t>(group) * s->head_dim * kTileKeys * 2;
+  const int64_t cost = static_cast<int64_t>(group) * d * kTileKeys * 2;
   load_query(b, column, head, w->query);
-  start(s, group, w->m, w->l, w->acc);
+  start(group, w->m, w->l);
   for (int first = 0; first < tiles; first += b->partial_tiles) {
     const int n = tiles - first < b->partial_tiles ? tiles - first : b->partial_tiles;
     TileTask task = {*layer, column, head, first, w->query};
     parallel(b, n, n * cost, tile_task, &task);
     for (int i = 0; i < n; i++) {
       const float *acc = b->partials + i * partial_floats(s);
-      const float *m = acc + group * s->head_dim;
-      combine(b, group, w->m, w->l, w->acc, m, m + group, acc);
+      const float *m = acc + group * d;
+      for (int h = 0; h < group; h++)
+        b->attn->combine(&w->m[h], &w->l[h], w->acc + h * d, m[h], m[group + h], acc + h * d, d);
     }
   }
-  finish(b, column, head, w->l, w->acc);
+  finish(layer, column, head, w->l, w->acc);
 }
 
 void gate_task(void *context, int, int begin, int end) {
@@ -273,7 +283,9 @@ void stage_attn_core(void *context, int layer) {
   const int pairs = b->batch->n * b->spec->kv_heads;
   int64_t keys = 0;
   for (int c = 0; c < b->batch->n; c++) keys += b->batch->position[c] + 1;
-  if (b->threads > 1 && pairs < 2 * b->threads && keys > 8 * kTileKeys * b->batch->n) {
+  // Pairs are equal shares where they divide evenly, and nearly so where there are many.
+  const bool uneven = pairs < 4 * b->threads && pairs % b->threads != 0;
+  if (uneven && keys > 8 * kTileKeys * b->batch->n) {
     for (int i = 0; i < pairs; i++)
       core_by_tiles(&task, i / b->spec->kv_heads, i % b->spec->kv_heads);
   } else {

@@ -2,6 +2,7 @@
 // bytes.
 #pragma once
 #include "../common/backend.h"
+#include "../common/kv_row.h"
 #include "../common/pool.h"
 #include "../common/program.h"
 #include "../common/sample.h"
@@ -13,7 +14,9 @@ enum {
   kConvChannels = 512,  // channels of one convolution task
   kHeadBatch = 32,      // columns whose logits exist at one time
   kConvTaps = 4,
-  kHistory = kConvTaps - 1
+  kHistory = kConvTaps - 1,
+  kKvPlanes = 4,         // K values, K scales, V values, V scales
+  kMinBlockTokens = 16,  // the smallest block (budget.cc)
 };
 
 struct LinearWeights {
@@ -70,10 +73,10 @@ struct HeadJob {
 // Per worker.
 struct WorkerScratch {
   SampleScratch sample;
-  float *query, *acc, *tile_acc;   // [kMaxGroup][head_dim]: heads of one or more columns
-  float *m, *l, *tile_m, *tile_l;  // [kMaxGroup]
-  const void *keys[kTileKeys], *values[kTileKeys];
-  float *replay;  // [1 + KSL_MAX_DRAFT][conv_channels]
+  float *query, *acc;  // [kMaxQueries][head_dim]: heads of one or more columns
+  float *m, *l;        // [kMaxQueries]
+  uint8_t *tile;       // attn_scratch_bytes
+  float *replay;       // [1 + KSL_MAX_DRAFT][conv_channels]
 };
 
 struct Backend {
@@ -81,6 +84,7 @@ struct Backend {
   const ksl_config *config;
   Alloc *alloc;
   const Kernels *kernels;
+  const AttnKernels *attn;
   Pool *pool;
   int threads;
   int64_t inline_cost;  // see parallel()
@@ -106,7 +110,9 @@ struct Backend {
   size_t image_floats, slab_floats;   // of its image (budget.h) and in the pool
   float *slabs;
   uint8_t *blocks;
-  size_t kv_element, kv_row, kv_side, kv_layer_bytes, block_bytes;  // bytes
+  // Of the planes of a layer in a block (budget.h), in bytes: where each begins, its rows.
+  size_t kv_offset[kKvPlanes], kv_bytes[kKvPlanes];
+  size_t kv_layer_bytes, block_bytes;
   int32_t *tables;  // [slots][max_blocks_per_slot], -1: none
   SlotState *slots;
   uint64_t pool_bytes, scratch_bytes;
@@ -189,14 +195,17 @@ inline float *slab_at(const Backend *b, int index) {
   return b->slabs + index * b->slab_floats;
 }
 
-// The key row of a position and head; the value row lies kv_side bytes behind, the row of the next
-// position kv_row * kv_heads.
-inline uint8_t *kv_at(const Backend *b, int slot, int layer, int position, int head) {
+// Where a position is: a layer's part of its block, and the row of its first head there.
+struct KvPlace {
+  uint8_t *layer;
+  size_t row;
+};
+inline KvPlace kv_place(const Backend *b, int slot, int layer, int position) {
   const int tokens = b->config->block_tokens;
-  int32_t block =
+  const int32_t block =
       b->tables[static_cast<size_t>(slot) * b->config->max_blocks_per_slot + position / tokens];
-  return b->blocks + block * b->block_bytes + layer * b->kv_layer_bytes +
-         (static_cast<size_t>(position % tokens) * b->spec->kv_heads + head) * b->kv_row;
+  return {b->blocks + block * b->block_bytes + layer * b->kv_layer_bytes,
+          static_cast<size_t>(position % tokens) * b->spec->kv_heads};
 }
 
 // ---- stages

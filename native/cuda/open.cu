@@ -80,6 +80,13 @@ int check_shape(const ModelSpec *s, ksl_error *error) {
   return KSL_OK;
 }
 
+int check_kv(const ksl_config *config, ksl_error *error) {
+  if (config->kv_format <= KSL_KV_Q4) return KSL_OK;
+  return fail(error, KSL_INVALID,
+              "The CUDA backend has the KV formats f32, bf16, fp8 and q4, not %s.",
+              kv_format_name(config->kv_format));
+}
+
 int make_pools(Backend *b, ksl_error *error) {
   const ModelSpec *spec = b->spec;
   const ksl_config *config = b->config;
@@ -345,6 +352,7 @@ int fill_backend(Backend *b, const TensorTable *tensors, ksl_error *error) {
     if (code) return code;
   }
   int code = check_shape(spec, error);
+  if (!code) code = check_kv(config, error);
   if (!code) code = open_device(b, error);
   if (code) return code;
   b->owned_capacity = 64 * (spec->layers + spec->mtp_layers) + 256;

@@ -47,13 +47,17 @@ enum {
                        [ceil(rows/128)]; value = code * scale * global */
 };
 
-/* KV formats; a backend refuses those that it does not have. Further formats get higher numbers. */
+/* KV formats, as common/kv_row.h defines them; a backend refuses those that it does not have. */
 enum {
   KSL_KV_F32 = 0,
   KSL_KV_BF16 = 1,
   KSL_KV_FP8 = 2, /* e4m3 K and V, a power-of-two float32 scale per position and KV head each */
-  KSL_KV_Q4 = 3   /* rotated int4 K with a half scale and zero point per 32 channels; V as in FP8;
+  KSL_KV_Q4 = 3,  /* rotated int4 K with a half scale and zero point per 32 channels; V as in FP8;
                      head_dim 32, 64, 128 or 256 */
+  KSL_KV_INT8_G64 = 4,     /* int8, a half scale per 64 channels */
+  KSL_KV_INT4_G32 = 5,     /* int4, a half scale per 32 channels */
+  KSL_KV_INT8RING_INT4 = 6 /* INT4_G32, and the last kv_ring positions also in INT8_G64 in the slab:
+                              a query at p reads the int8 row of key j if p - j < kv_ring */
 };
 
 /* Layer kinds. */
@@ -335,6 +339,14 @@ int ksl_decode(int32_t encoding, const void *codes, const void *scales, const fl
 /* Units of 3 or 4 bytes in another order: to[i] = from[order[i]], in each of `runs` runs of n. */
 int ksl_reorder(const int32_t *order, int64_t n, int32_t unit_bytes, int64_t runs, const void *from,
                 void *to, ksl_error *error);
+
+/* KV rows of one head, [rows, head_dim], K (side 0) or V (side 1): what the engine stores for them
+   and the values that it reads, those of a rotated K still rotated. Bytes of codes and scales per
+   row are those of common/kv_row.h. INT8RING_INT4 is its int4 form. */
+int ksl_kv_encode(int32_t kv_format, int32_t side, const float *src, int64_t rows, int32_t head_dim,
+                  void *codes, void *scales, ksl_error *error);
+int ksl_kv_decode(int32_t kv_format, int32_t side, const void *codes, const void *scales,
+                  int64_t rows, int32_t head_dim, float *dst, ksl_error *error);
 
 /* The reference sampler on one row of logits: what the engine does for a slot configured with
    `sampling`, the next id at `position`. adjusted: null or [vocab], logits after penalties and

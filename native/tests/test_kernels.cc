@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "../common/codec.h"
+#include "../common/kv_row.h"
 #include "../cpu/kernels.h"
 
 using namespace ksl;
@@ -410,7 +411,7 @@ void test_functions(const Kernels &k) {
   for (int i = 0; i < 20000; i++) {
     const float x = (float)((uniform() - 1) * (i % 2 ? 43 : 2)), tile = 1;
     float m = 0, l = 1, acc = 0;
-    k.attn_combine(&m, &l, &acc, x, 1, &tile, 1);
+    k.attn.combine(&m, &l, &acc, x, 1, &tile, 1);
     check(ulps(acc, exp((double)x)) <= 1.25, "exp(%a) = %a, %.2f ulp", x, acc,
           ulps(acc, exp((double)x)));
   }
@@ -581,93 +582,195 @@ void test_scan(const Kernels &k, int n, int dk, int dv) {
 
 // ---- attention
 
-void test_attention(const Kernels &k, int format, int group, int head_dim, int keys) {
-  const size_t element = format == KSL_KV_F32 ? 4 : 2, row_bytes = element * head_dim + 24;
-  const size_t q_stride = head_dim + 4;
-  const Floats q = random_floats(group * q_stride, 4 / sqrt(head_dim));
-  std::vector<uint8_t> k_store(keys * row_bytes, 0xff), v_store(keys * row_bytes, 0xff);
-  std::vector<const void *> k_rows(keys), v_rows(keys);
-  Floats key_values, value_values;
-  for (int j = 0; j < keys; j++) {
-    for (int which = 0; which < 2; which++) {
-      Floats x = random_floats(head_dim, 2);
-      uint8_t *row = &(which ? v_store : k_store)[j * row_bytes];
-      k.kv_store(format, x.data(), head_dim, row);
-      for (int i = 0; i < head_dim; i++) {
-        if (format == KSL_KV_BF16) {
-          uint16_t stored;
-          memcpy(&stored, row + 2 * i, 2);
-          check(stored == f32_to_bf16(x[i]), "kv_store rounds %a to %04x", x[i], stored);
-          x[i] = bf16_to_f32(stored);
-        } else {
-          check(!memcmp(row + 4 * i, &x[i], 4), "kv_store changed a float");
-        }
-      }
-      for (size_t i = element * head_dim; i < row_bytes; i++)
-        check(row[i] == 0xff, "kv_store wrote behind the row");
-      (which ? v_rows : k_rows)[j] = row;
-      Floats &all = which ? value_values : key_values;
-      all.insert(all.end(), x.begin(), x.end());
-    }
+// Rows of one KV head in every plane of a pool, with room between them that nothing may touch.
+struct KvRows {
+  int format, keys;
+  KvRow bytes;
+  std::vector<uint8_t> plane[4];
+  Floats k, v;  // what they decode to
+
+  size_t step(int p) const { return size(p) + 24; }
+  int size(int p) const {
+    const int sizes[] = {bytes.k, bytes.k_scale, bytes.v, bytes.v_scale};
+    return sizes[p];
   }
-  Floats m(group), l(group), acc((size_t)group * head_dim);
-  Floats run_m(group, -INFINITY), run_l(group), run_acc((size_t)group * head_dim, NAN);
-  for (int j0 = 0; j0 < keys; j0 += kTileKeys) {
-    const int n = keys - j0 < kTileKeys ? keys - j0 : (int)kTileKeys;
-    k.attn_tile(format, q.data(), q_stride, group, head_dim, &k_rows[j0], &v_rows[j0], n, m.data(),
-                l.data(), acc.data());
-    for (int h = 0; h < group; h++) {
-      k.attn_combine(&run_m[h], &run_l[h], &run_acc[(size_t)h * head_dim], m[h], l[h],
-                     &acc[(size_t)h * head_dim], head_dim);
-      // Each head alone gives the same bits.
-      float m1, l1;
-      Floats acc1(head_dim);
-      k.attn_tile(format, &q[h * q_stride], q_stride, 1, head_dim, &k_rows[j0], &v_rows[j0], n, &m1,
-                  &l1, acc1.data());
-      check(
-          m1 == m[h] && l1 == l[h] && same_bits(acc1.data(), &acc[(size_t)h * head_dim], head_dim),
-          "attn_tile: head %d of %d depends on its neighbours", h, group);
-    }
-  }
-  for (int h = 0; h < group; h++) {
-    std::vector<double> p(keys), expected(head_dim);
-    double most = -INFINITY, sum = 0;
+  KvRows(int format, int head_dim, int keys)
+      : format(format), keys(keys), bytes(kv_row(format, head_dim)) {
+    for (int p = 0; p < 4; p++) plane[p].assign(keys * step(p), 0xff);
+    k.resize((size_t)keys * head_dim);
+    v.resize(k.size());
     for (int j = 0; j < keys; j++) {
+      for (int side = 0; side < 2; side++) {
+        Floats x = random_floats(head_dim, 2);
+        if (below(4) == 0) x[below(head_dim)] = 60;
+        uint8_t *codes = &plane[2 * side][j * step(2 * side)];
+        uint8_t *scales = &plane[2 * side + 1][j * step(2 * side + 1)];
+        kv_encode(format, side, x.data(), head_dim, codes, scales);
+        kv_decode(format, side, codes, scales, head_dim, &(side ? v : k)[(size_t)j * head_dim]);
+      }
+    }
+  }
+  KvRun run(int from, int n) const {
+    return {format,
+            n,
+            &plane[0][from * step(0)],
+            &plane[1][from * step(1)],
+            &plane[2][from * step(2)],
+            &plane[3][from * step(3)],
+            step(0),
+            step(1),
+            step(2),
+            step(3)};
+  }
+};
+
+struct Running {
+  Floats m, l, acc;
+  Running(int queries, int head_dim)
+      : m(queries, -INFINITY), l(queries), acc((size_t)queries * head_dim, NAN) {}
+};
+
+// Runs of random lengths over the keys [from, to), which are one tile.
+std::vector<KvRun> cut_tile(const KvRows &rows, int from, int to) {
+  std::vector<KvRun> runs;
+  while (from < to) {
+    const int n = 1 + below(to - from);
+    runs.push_back(rows.run(from, n));
+    from += n;
+  }
+  return runs;
+}
+
+// Results over all keys for columns of which the last sees all and each one less than the next.
+Running attend(const AttnKernels &k, const KvRows &rows, const float *q, int group, int columns,
+               int head_dim, uint8_t *scratch) {
+  Running all(group * columns, head_dim);
+  for (int j0 = 0; j0 < rows.keys; j0 += kTileKeys) {
+    const int n = rows.keys - j0 < kTileKeys ? rows.keys - j0 : (int)kTileKeys;
+    const std::vector<KvRun> runs = cut_tile(rows, j0, j0 + n);
+    const int after = rows.keys - j0 - n < kTileKeys ? rows.keys - j0 - n : (int)kTileKeys;
+    const std::vector<KvRun> next = cut_tile(rows, j0 + n, j0 + n + after);
+    std::vector<int> n_keys(columns);
+    for (int c = 0; c < columns; c++) {
+      const int sees = rows.keys - (columns - 1 - c) - j0;
+      n_keys[c] = sees < n ? sees : n;
+    }
+    k.tile(runs.data(), (int)runs.size(), next.data(), (int)next.size(), q, group, columns,
+           n_keys.data(), head_dim, scratch, all.m.data(), all.l.data(), all.acc.data());
+  }
+  return all;
+}
+
+void test_attention(const AttnKernels &k, int format, int group, int columns, int head_dim,
+                    int keys) {
+  const bool rounds = !strcmp(k.name, "bf16") && format != KSL_KV_F32 && head_dim % 32 == 0;
+  const int queries = group * columns;
+  const size_t d = head_dim;
+  const KvRows rows(format, head_dim, keys);
+  const Floats q = random_floats(queries * d, 2);
+  Floats prepared(queries * d);
+  const float scale = (float)(1 / sqrt(head_dim));
+  for (int h = 0; h < queries; h++) k.query(format, &q[h * d], head_dim, scale, &prepared[h * d]);
+  std::vector<uint8_t> bytes(attn_scratch_bytes(head_dim) + 64, 0xff);  // NaN wherever it is read
+  uint8_t *scratch = bytes.data() + (64 - (uintptr_t)bytes.data() % 64) % 64;
+  const Running all = attend(k, rows, prepared.data(), group, columns, head_dim, scratch);
+  for (int h = 0; h < queries; h++) {
+    const int sees = keys - (columns - 1 - h / group);
+    std::vector<double> p(keys), expected(head_dim), reach(head_dim);
+    double most = -INFINITY, sum = 0;
+    for (int j = 0; j < sees; j++) {
       double dot = 0;
-      for (int i = 0; i < head_dim; i++)
-        dot += (double)q[h * q_stride + i] * key_values[(size_t)j * head_dim + i];
+      for (int i = 0; i < head_dim; i++) dot += (double)q[h * d + i] * scale * rows.k[j * d + i];
       p[j] = dot;
       most = dot > most ? dot : most;
     }
-    for (double &x : p) sum += (x = exp(x - most));
-    for (int j = 0; j < keys; j++)
-      for (int i = 0; i < head_dim; i++)
-        expected[i] += p[j] / sum * value_values[(size_t)j * head_dim + i];
+    for (int j = 0; j < sees; j++) sum += (p[j] = exp(p[j] - most));
+    for (int j = 0; j < sees; j++)
+      for (int i = 0; i < head_dim; i++) {
+        expected[i] += p[j] / sum * rows.v[j * d + i];
+        reach[i] += p[j] / sum * fabs(rows.v[j * d + i]);
+      }
     Floats out(head_dim);
-    k.attn_finish(&run_acc[(size_t)h * head_dim], run_l[h], head_dim, out.data());
-    for (int i = 0; i < head_dim; i++) close_to(out[i], expected[i], 1, "attention", keys, i);
+    k.finish(&all.acc[h * d], all.l[h], head_dim, out.data());
+    // Rounding to bf16 moves scores, and so probabilities: a share of what is summed.
+    for (int i = 0; i < head_dim; i++) {
+      if (rounds)
+        check(fabs(out[i] - expected[i]) <= 0.1 * reach[i] + 1e-6,
+              "attention in bf16: format %d, head %d of %d, channel %d: %a, not %a", format, h,
+              queries, i, out[i], expected[i]);
+      else
+        close_to(out[i], expected[i], 4 + 4 * reach[i], "attention", keys, i);
+    }
+    // A head alone, that sees the same keys, gives the same bits.
+    if (sees < keys && h % 3) continue;
+    KvRows seen = rows;
+    seen.keys = sees;
+    const Running one = attend(k, seen, &prepared[h * d], 1, 1, head_dim, scratch);
+    check(one.m[0] == all.m[h] && one.l[0] == all.l[h] &&
+              same_bits(one.acc.data(), &all.acc[h * d], head_dim),
+          "attention: format %d, head %d of %d depends on its neighbours", format, h, queries);
   }
-  // No keys: neutral in a combination.
-  k.attn_tile(format, q.data(), q_stride, group, head_dim, nullptr, nullptr, 0, m.data(), l.data(),
-              acc.data());
-  const float before = run_l[0];
-  k.attn_combine(&run_m[0], &run_l[0], run_acc.data(), m[0], l[0], acc.data(), head_dim);
-  check(m[0] == -INFINITY && l[0] == 0 && run_l[0] == before, "attn_tile of no keys");
 }
 
-void test_bf16_rounding(const Kernels &k) {
-  Floats x = {1.00390625f, 1.01171875f, -1.00390625f, 3.4e38f, INFINITY, -INFINITY, NAN, 1e-40f};
-  while (x.size() < 64) {
-    const uint32_t u = random_bits();
-    float v;
-    memcpy(&v, &u, 4);
-    x.push_back(v);
+// One key: its probability is 1, so the result is the value row; a unit query reads the key row.
+void test_kv_reading(const AttnKernels &k, int format, int head_dim) {
+  const bool rounds = !strcmp(k.name, "bf16") && format != KSL_KV_F32 && head_dim % 32 == 0;
+  const KvRows rows(format, head_dim, 1);
+  std::vector<uint8_t> bytes(attn_scratch_bytes(head_dim) + 64, 0xff);
+  uint8_t *scratch = bytes.data() + (64 - (uintptr_t)bytes.data() % 64) % 64;
+  const auto stored = [&](float x) { return rounds ? bf16_to_f32(f32_to_bf16(x)) : x; };
+  for (int columns = 1; columns <= 8; columns += 7) {
+    for (int i = 0; i < head_dim; i++) {
+      Floats q(head_dim), prepared((size_t)columns * head_dim), out(head_dim);
+      q[i] = 1;
+      for (int c = 0; c < columns; c++)
+        k.query(format, q.data(), head_dim, 1, &prepared[(size_t)c * head_dim]);
+      Running all(columns, head_dim);
+      const KvRun run = rows.run(0, 1);
+      const std::vector<int> n_keys(columns, 1);
+      k.tile(&run, 1, nullptr, 0, prepared.data(), 1, columns, n_keys.data(), head_dim, scratch,
+             all.m.data(), all.l.data(), all.acc.data());
+      // A scale that is applied to the score is a power of two: nothing is rounded by it.
+      check(all.m[0] == stored(rows.k[i]),
+            "format %d, %d dims: key channel %d is read as %a, not %a", format, head_dim, i,
+            all.m[0], stored(rows.k[i]));
+      k.finish(all.acc.data(), all.l[0], head_dim, out.data());
+      for (int j = 0; j < head_dim; j++)
+        check(out[j] == stored(rows.v[j]),
+              "format %d, %d dims: value channel %d is read as %a, not %a", format, head_dim, j,
+              out[j], stored(rows.v[j]));
+    }
   }
-  std::vector<uint16_t> row(64);
-  k.kv_store(KSL_KV_BF16, x.data(), 64, row.data());
-  for (int i = 0; i < 64; i++)
-    check(row[i] == f32_to_bf16(x[i]), "bf16 of %a is %04x, not %04x", x[i], row[i],
-          f32_to_bf16(x[i]));
+}
+
+void test_attention_tables(const AttnKernels &k) {
+  for (int format = KSL_KV_F32; format <= KSL_KV_INT4_G32; format++) {
+    for (const int d : {32, 64, 96, 128, 256})
+      if (!kv_format_limit(format, d)) test_kv_reading(k, format, d);
+    test_attention(k, format, 2, 1, 128, 65);
+    test_attention(k, format, 3, 2, 64, 64);
+    test_attention(k, format, 6, 10, 256, 200);
+    test_attention(k, format, 16, 4, 64, 131);
+    test_attention(k, format, 4, 1, 256, 7);
+    test_attention(k, format, 1, 1, 128, 1);
+    if (!kv_format_limit(format, 32)) test_attention(k, format, 5, 3, 32, 70);
+    if (!kv_format_limit(format, 96)) test_attention(k, format, 2, 20, 96, 100);
+    if (!kv_format_limit(format, 36)) {
+      test_attention(k, format, 1, 1, 4, 1);
+      test_attention(k, format, 3, 1, 20, 64);
+      test_attention(k, format, 16, 4, 36, 131);
+    }
+  }
+  // No keys, and results of none: neutral.
+  Running none(1, 64), some(1, 64);
+  some.m[0] = 1;
+  some.l[0] = 2;
+  const int n_keys[] = {0};
+  k.tile(nullptr, 0, nullptr, 0, nullptr, 1, 1, n_keys, 64, nullptr, none.m.data(), none.l.data(),
+         none.acc.data());
+  check(none.m[0] == -INFINITY && none.l[0] == 0, "attention over no keys");
+  k.combine(&some.m[0], &some.l[0], some.acc.data(), none.m[0], none.l[0], none.acc.data(), 64);
+  check(some.m[0] == 1 && some.l[0] == 2, "attention combined with that over no keys");
 }
 
 }  // namespace
@@ -720,15 +823,8 @@ int main(int argc, char **argv) {
   test_scan(k, 9, 32, 48);
   test_scan(k, 20, 128, 128);
   test_scan(k, 5, 256, 33);
-  test_bf16_rounding(k);
-  for (const int format : {(int)KSL_KV_F32, (int)KSL_KV_BF16}) {
-    test_attention(k, format, 1, 4, 1);
-    test_attention(k, format, 2, 128, 65);
-    test_attention(k, format, 3, 20, 64);
-    test_attention(k, format, 6, 256, 200);
-    test_attention(k, format, 16, 36, 131);
-    test_attention(k, format, 4, 64, 7);
-  }
+  test_attention_tables(k.attn);
+  if (attention_for(&k, true) != &k.attn) test_attention_tables(*attention_for(&k, true));
   if (failures) fprintf(stderr, "%s: %d checks failed\n", k.name, failures);
   return failures ? 1 : 0;
 }

@@ -7,16 +7,18 @@ from collections.abc import Iterator
 import pytest
 
 from tests.native.driver import ISA_PATHS, Driver
-from tests.tiny import tiny_arrays, tiny_spec, tiny_tensors
+from tests.tiny import tiny_arrays, tiny_spec, tiny_tensors, wide_spec
 
 
 class Engines:
     """Engines of the tiny model (every encoding in it), opened once for all tests. A test begins
-    its own sequences, so nothing is left over from another."""
+    its own sequences, so nothing is left over from another.
+    The KV formats but f32 have heads of 64 dimensions, which all of them take."""
 
     def __init__(self) -> None:
-        self._spec = tiny_spec()
-        self._tensors = tiny_tensors(self._spec, tiny_arrays(self._spec), "mixed")
+        self._models = {}
+        for wide, spec in ((False, tiny_spec()), (True, wide_spec())):
+            self._models[wide] = spec, tiny_tensors(spec, tiny_arrays(spec), "mixed")
         self._open: dict[tuple[str, str, int, str], Driver] = {}
 
     def get(
@@ -29,8 +31,7 @@ class Engines:
         key = (isa, kv, threads, activations)
         if key not in self._open:
             self._open[key] = Driver(
-                self._spec,
-                self._tensors,
+                *self._models[kv != "f32"],
                 isa=isa,
                 kv=kv,
                 threads=threads,

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from _kslserve import ffi, lib
 
 from kslserve.core.sampling import SamplingParams
+from kslserve.engine.budget import kv_row_bytes
 from kslserve.engine.model import ModelSpec, TensorArg
 from kslserve.engine.tensors import TensorTable
 from kslserve.engine.types import Draft, OpKind, Row, RowKind, SlotConfig, StateOp, TableEdit
@@ -27,6 +28,9 @@ KV_NUMBERS = {
     "bf16": lib.KSL_KV_BF16,
     "fp8": lib.KSL_KV_FP8,
     "q4": lib.KSL_KV_Q4,
+    "int8_g64": lib.KSL_KV_INT8_G64,
+    "int4_g32": lib.KSL_KV_INT4_G32,
+    "int8ring_int4": lib.KSL_KV_INT8RING_INT4,
 }
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -87,7 +91,7 @@ class Driver:
         draft_vocab: int = 0,
         library: Any = lib,
     ) -> None:
-        self.library = library
+        self.library, self.kv = library, kv
         self.spec, self.block_tokens, self.blocks_per_slot = spec, block_tokens, blocks_per_slot
         self.engine = ffi.NULL
         keep: list[Any] = []
@@ -405,8 +409,12 @@ class Stream:
         parts = [image.tobytes()]
         tokens = d.block_tokens
         layers = sum(k == "full" for k in d.spec.layer_kinds) + d.spec.mtp_layers
+        rows = tokens * d.spec.kv_heads
+        sides = [kv_row_bytes(d.spec.head_dim, d.kv, side) for side in (0, 1)]
+        planes = [rows * width for side in sides for width in side]
         for index in range(-(-self.position // tokens) if layers else 0):
-            block = d.block_image(self.blocks[index]).reshape(layers, 2, tokens, -1)
             used = min(tokens, self.position - index * tokens)
-            parts.append(block[:, :, :used].tobytes())
+            for layer in d.block_image(self.blocks[index]).reshape(layers, -1):
+                for plane in np.split(layer, np.cumsum(planes)[:-1]):
+                    parts.append(plane.reshape(tokens, -1)[:used].tobytes())
         return b"".join(parts)

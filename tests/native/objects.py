@@ -33,7 +33,8 @@ def kernel_sources() -> list[Path]:
     build = build_module()
     folder = ROOT / "native/cpu"
     names = ["pack", "dispatch", "isa_scalar", *sorted(build.ISA_FLAGS)]
-    sources = [folder / f"{name}.cc" for name in names] + [ROOT / "native/common/codec.cc"]
+    common = [ROOT / "native/common" / name for name in ("codec.cc", "kv_row.cc")]
+    sources = [folder / f"{name}.cc" for name in names] + common
     available = set(build._sources())
     return [source for source in sources if source in available]
 

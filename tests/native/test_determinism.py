@@ -18,9 +18,10 @@ HOT = SamplingParams(temperature=1.0, top_k=40, top_p=0.95, repetition_penalty=1
 IDS = np.random.default_rng(5).integers(0, 199, 240).astype(np.int32)
 
 each_path = pytest.mark.parametrize("isa", ISA_PATHS)
-# Every KV format with either arithmetic once.
+# Both arithmetics of weights and of attention; every way to read a KV row.
 each_form = pytest.mark.parametrize(
-    ("kv", "arithmetic"), [("f32", "float"), ("f32", "auto"), ("bf16", "auto")]
+    ("kv", "arithmetic"),
+    [("f32", "float"), ("f32", "auto"), ("bf16", "auto"), ("q4", "auto"), ("int8_g64", "auto")],
 )
 few = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

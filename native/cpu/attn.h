@@ -1,0 +1,54 @@
+// Attention over the KV pool, as tables of functions: one in every kernel table (kernels.h), in
+// float32 arithmetic, and one of bf16 products.
+//
+// Determinism: the result of a query head depends on that head and on the keys it sees, tile by
+// tile of kTileKeys keys in ascending order; not on the heads, columns or tiles of the same call.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+#include "../common/abi.h"
+
+namespace ksl {
+
+enum { kTileKeys = 64, kMaxHeadDim = 256, kMaxGroup = 16, kMaxQueries = 64 };
+
+// Consecutive keys of one KV head that lie at constant distances: pointers to the rows of the first
+// in each plane, bytes to those of the next.
+struct KvRun {
+  int format, n;
+  const uint8_t *k, *k_scale, *v, *v_scale;
+  size_t k_step, k_scale_step, v_step, v_scale_step;
+};
+
+struct AttnKernels {
+  const char *name;
+
+  // out [head_dim floats of room] := what `tile` reads for the query q, scaled. q is rotated where
+  // the format's keys are.
+  void (*query)(int format, const float *q, int head_dim, float scale, void *out);
+
+  // Adds one tile to running results of columns * group query heads (at most kMaxQueries), those of
+  // a column next to each other: q [.][head_dim floats of room], maximum m, sum l and unnormalised
+  // acc [.][head_dim]; a start is m = -inf, l = 0 and any acc. The runs hold the tile's keys in
+  // order; column c sees the first n_keys[c] of them (below 1: none), ascending over columns.
+  // `next` are the keys of the tile that follows, or none: they are fetched meanwhile.
+  // scratch: attn_scratch_bytes, aligned.
+  void (*tile)(const KvRun *runs, int n_runs, const KvRun *next, int n_next, const void *q,
+               int group, int columns, const int *n_keys, int head_dim, uint8_t *scratch, float *m,
+               float *l, float *acc);
+
+  // Adds results `b` of later tiles to running ones `a`, one head.
+  void (*combine)(float *ma, float *la, float *acca, float mb, float lb, const float *accb,
+                  int head_dim);
+
+  // out = acc / l
+  void (*finish)(const float *acc, float l, int head_dim, float *out);
+};
+
+// A tile of keys and values in float32, and a vector more.
+constexpr size_t attn_scratch_bytes(int head_dim) {
+  return (size_t)2 * kTileKeys * 4 * head_dim + 256;
+}
+
+}  // namespace ksl

@@ -1,0 +1,17 @@
+// Attention of bf16 products, for machines that have AVX512-BF16 beside all that isa_avx512 needs.
+// No standard header with inline code may be included here, as there.
+#include "kernels.h"
+#include "vec_avx512.h"
+// clang-format off: the bodies use the vector type above
+#include "math.inl"
+#include "attn.inl"
+#include "attn_bf16.inl"
+// clang-format on
+
+namespace ksl {
+
+extern const AttnKernels kernels_avx512bf16 = {
+    "bf16", attn_query_bf16, attn_tile_bf16, attn_combine, attn_finish,
+};
+
+}  // namespace ksl

@@ -1,0 +1,180 @@
+"""The KV formats: rows as the engine stores them, bit for bit those of the numpy reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from kslserve.core.sampling import SamplingParams
+from kslserve.engine import kvrows
+from kslserve.engine.budget import KV_FORMATS, kv_row_bytes, kv_token_bytes
+from kslserve.engine.types import OpKind, RowKind, StateOp
+from kslserve.errors import EngineError
+from tests import kv_reference as reference
+from tests.native.driver import Driver, Refused
+from tests.tiny import tiny_arrays, tiny_spec, tiny_tensors, wide_spec
+
+F32 = npt.NDArray[np.float32]
+
+HEAD_DIMS = (64, 128, 256)
+COMPACT = ("fp8", "q4", "int8_g64", "int4_g32")
+each_format = pytest.mark.parametrize("kv", KV_FORMATS)
+each_side = pytest.mark.parametrize("side", [reference.KEY, reference.VALUE], ids=["k", "v"])
+
+
+def compare(kv: str, side: int, x: F32) -> F32:
+    """Encode by both, expect equal bytes and equal values; the values."""
+    codes, scales = kvrows.kv_encode(kv, side, x)
+    expected_codes, expected_scales = reference.encode(kv, side, x)
+    assert scales.tobytes() == expected_scales.tobytes()
+    assert codes.tobytes() == expected_codes.tobytes()
+    values = kvrows.kv_decode(kv, side, codes, scales, x.shape[1])
+    expected = reference.decode(kv, side, expected_codes, expected_scales, x.shape[1])
+    assert values.tobytes() == expected.tobytes()
+    return values
+
+
+def unrotated(kv: str, side: int, values: F32) -> F32:
+    return reference.rotate(values) if kv == "q4" and side == reference.KEY else values
+
+
+def relative(found: F32, x: F32) -> float:
+    return float(np.linalg.norm(found - x) / np.linalg.norm(x))
+
+
+@each_format
+@each_side
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_normal_rows(kv: str, side: int, d: int) -> None:
+    x = np.random.default_rng(d).standard_normal((300, d)).astype(np.float32) * np.float32(3)
+    error = relative(unrotated(kv, side, compare(kv, side, x)), x)
+    most = {
+        "f32": 0, "bf16": 0.002, "fp8": 0.03, "q4": 0.03 if side else 0.085,
+        "int8_g64": 0.012, "int4_g32": 0.115, "int8ring_int4": 0.115,
+    }[kv]  # fmt: skip
+    assert error <= most
+
+
+@each_format
+@each_side
+def test_rows_that_are_not_normal(kv: str, side: int) -> None:
+    """One-signed, narrow and constant groups, outliers, zeros, tiny and huge values."""
+    d = 128
+    rng = np.random.default_rng(3)
+    normal = rng.standard_normal((1, d)).astype(np.float32)
+    spike = normal.copy()
+    spike[0, 64] = 60
+    ramp = np.linspace(-1, 1, d, dtype=np.float32)[None]
+    rows = [
+        normal, np.abs(normal), -np.abs(normal), normal * 1e-3 + 50, normal * 1e-6 - 50, spike,
+        -spike, np.zeros((1, d)), np.ones((1, d)), np.full((1, d), -3.25), np.eye(1, d, 64) * 60,
+        np.eye(1, d, 0), normal * 1e-30, normal * 1e-38, normal * 1e-7, normal * 1e4, ramp,
+        ramp * 448, ramp * 7, ramp * 127, np.repeat(normal[:, ::32], 32, axis=1),
+    ]  # fmt: skip
+    compare(kv, side, np.concatenate(rows).astype(np.float32))
+
+
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_an_outlier_costs_q4_little(d: int) -> None:
+    """A large constant in one channel makes whole groups one-signed after the rotation: the zero
+    point may leave 0..15, or they would be lost."""
+    rng = np.random.default_rng(d)
+    x = rng.standard_normal((200, d)).astype(np.float32)
+    x[:, 64 % d] = 60
+    values = reference.rotate(compare("q4", reference.KEY, x))
+    assert relative(values, x) < 0.03
+    constant = np.full((1, d), 2.5, np.float32)
+    assert relative(reference.rotate(compare("q4", reference.KEY, constant)), constant) < 1e-3
+
+
+def test_the_rotation_is_hadamards() -> None:
+    x = np.random.default_rng(1).standard_normal((4, 64)).astype(np.float32)
+    exact = x.astype(np.float64) @ reference.hadamard(64) / 8
+    assert np.abs(reference.rotate(x) - exact).max() < 1e-6
+    assert np.abs(reference.rotate(reference.rotate(x)) - x).max() < 1e-6
+
+
+@pytest.mark.parametrize(("kv", "levels"), [("int8_g64", 127), ("int4_g32", 7)])
+def test_ties_go_to_the_even_code(kv: str, levels: int) -> None:
+    x = np.zeros((1, 64), np.float32)
+    x[0, :6] = [levels, 0.5, 1.5, 2.5, -0.5, -1.5]
+    x[0, 32] = levels
+    values = compare(kv, reference.KEY, x)
+    assert values[0, :6].tolist() == [levels, 0, 2, 2, 0, -2]
+
+
+def test_ties_of_e4m3() -> None:
+    """Between 16 and 17 tenths of steps: 17 lies half way from 16 to 18, 19 from 18 to 20."""
+    x = np.zeros((1, 64), np.float32)
+    x[0, :5] = [256, 17, 19, -17, 448]
+    assert compare("fp8", reference.KEY, x)[0, :5].tolist() == [256, 16, 20, -16, 448]
+
+
+@each_format
+@each_side
+@settings(max_examples=60, deadline=None)
+@given(
+    x=arrays.arrays(
+        np.float32, (2, 64), elements=st.floats(-4000, 4000, width=32, allow_subnormal=True)
+    )
+)
+def test_any_rows(kv: str, side: int, x: F32) -> None:
+    """Rotated they stay within what a half can hold; keys come from a norm."""
+    compare(kv, side, x)
+
+
+@pytest.mark.parametrize(
+    ("kv", "d"), [("q4", 96), ("q4", 24), ("int8_g64", 96), ("int4_g32", 24), ("int8ring_int4", 32)]
+)
+def test_other_heads_are_refused(kv: str, d: int) -> None:
+    x = np.ones((1, d), np.float32)
+    with pytest.raises(EngineError, match=rf"KV format {kv} takes heads of .* not {d}"):
+        kvrows.kv_encode(kv, reference.KEY, x)
+
+
+def test_an_engine_refuses_heads_that_a_format_does_not_take() -> None:
+    spec = tiny_spec()
+    tensors = tiny_tensors(spec, tiny_arrays(spec), "bf16")
+    with pytest.raises(Refused, match="q4 takes heads of 32, 64, 128 or 256 dimensions, not 24"):
+        Driver(spec, tensors, kv="q4")
+
+
+@pytest.mark.parametrize("kv", [*COMPACT, "bf16"])
+def test_the_pool_holds_the_rows_of_keys_and_values(kv: str, isa: str) -> None:
+    """Prompt chunks, decode steps and the MTP layer: block images are the encoded taps."""
+    spec = wide_spec()
+    tensors = tiny_tensors(spec, tiny_arrays(spec), "bf16")
+    with Driver(spec, tensors, kv=kv, isa=isa) as driver:
+        stream = driver.begin(0, sampling=SamplingParams(temperature=0))
+        keys, values = [], []
+        taps = ["layers.1.attn_k", "layers.1.attn_v"]
+        for n in (21, 1, 10):
+            ids = np.arange(stream.position, stream.position + n, dtype=np.int32)
+            wave = driver.wave([stream.row(RowKind.PREFILL, ids)], taps=taps)
+            stream.position = wave.rows[0].position
+            keys.append(wave.taps[taps[0]].reshape(n, spec.kv_heads, spec.head_dim))
+            values.append(wave.taps[taps[1]].reshape(n, spec.kv_heads, spec.head_dim))
+        size = driver.info.block_bytes
+        assert size == kv_token_bytes(spec, kv) * driver.block_tokens
+        images = [np.empty(size, np.uint8) for _ in range(2)]
+        blocks = stream.blocks[:2]
+        driver.wave(
+            after=[
+                StateOp(OpKind.SAVE_BLOCK, block, data=image)
+                for block, image in zip(blocks, images, strict=True)
+            ]
+        )
+        rows = driver.block_tokens * spec.kv_heads
+        at = 0
+        for side, tapped in ((reference.KEY, keys), (reference.VALUE, values)):
+            x = np.concatenate(tapped).reshape(-1, spec.head_dim)
+            for plane, width in zip(
+                reference.encode(kv, side, x), kv_row_bytes(spec.head_dim, kv, side), strict=True
+            ):
+                found = b"".join(image[at : at + rows * width].tobytes() for image in images)
+                assert found == plane[: 2 * rows].tobytes()
+                at += rows * width
