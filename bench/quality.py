@@ -29,14 +29,13 @@ import numpy.typing as npt
 
 from bench.cpu import Runner, setup
 from bench.report import ROOT, Report
-from kslserve.engine.budget import kv_problem
+from kslserve.engine.budget import KV_OF, kv_problem
 from kslserve.engine.model import ModelSpec, PoolSizes
 from kslserve.engine.native import NativeEngine, isa_names
 from kslserve.engine.types import OpKind, Row, RowKind, StateOp, Wave
 from kslserve.errors import ModelFileError, UsageError
 from kslserve.ksl.model import ModelFile
 from kslserve.ksl.open import open_model
-from kslserve.startup.device import KV
 from kslserve.text.tokenizer import Tokenizer
 
 LOST = 0.5  # nats: the model says something else there
@@ -71,7 +70,7 @@ def two_bits(rows: F32, side: int) -> None:
 
 def variants(spec: ModelSpec, weights: str) -> list[Variant]:
     found = [Variant("floor", isa="scalar")] if len(isa_names()) > 1 else []
-    found += [Variant(f"kv_{kv}", kv=kv) for kv in KV["cpu"] if kv != "f32" and usable(spec, kv)]
+    found += [Variant(f"kv_{kv}", kv=kv) for kv in KV_OF["cpu"] if kv != "f32" and usable(spec, kv)]
     found.append(Variant("activations_auto", activations="auto"))
     found += [
         Variant(f"kv_{kv}_auto", kv=kv, activations="auto")

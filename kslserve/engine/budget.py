@@ -11,6 +11,10 @@ from kslserve.engine.model import ModelSpec
 
 # In the order of their numbers in ksl.h.
 KV_FORMATS = ("f32", "bf16", "fp8", "q4", "int8_g64", "int4_g32", "int8ring_int4")
+KV_OF = {  # what each backend can store
+    "cpu": ("f32", "bf16", "fp8", "q4", "int8_g64", "int4_g32"),
+    "cuda": ("f32", "bf16", "fp8", "q4"),
+}
 KV_RING_TOKENS = 1024  # positions that int8ring_int4 also keeps in int8
 
 _SCALE = 4  # a float32 per position and KV head

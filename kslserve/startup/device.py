@@ -6,16 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from kslserve.config import Settings
-from kslserve.engine.budget import kv_problem
+from kslserve.engine.budget import KV_OF, kv_problem
 from kslserve.engine.model import ModelSpec
 from kslserve.errors import UsageError
 from kslserve.startup.pools import free_memory_bytes
-
-# What each backend can store.
-KV = {
-    "cpu": ("f32", "bf16", "fp8", "q4", "int8_g64", "int4_g32"),
-    "cuda": ("f32", "bf16", "fp8", "q4"),
-}
 
 
 def place(settings: Settings, spec: ModelSpec) -> Settings:
@@ -39,8 +33,8 @@ def place(settings: Settings, spec: ModelSpec) -> Settings:
     problem = kv_problem(spec, kv) if kv != "auto" else None
     if problem is not None:
         raise UsageError(f"--kv {kv}: {problem}")
-    if kv not in ("auto", *KV[device]):
-        has = ", ".join(KV[device])
+    if kv not in ("auto", *KV_OF[device]):
+        has = ", ".join(KV_OF[device])
         raise UsageError(f"--kv {kv} is not a format of --device {device}, which has {has}.")
     return replace(settings, device=device, kv=kv)
 

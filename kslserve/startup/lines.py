@@ -32,13 +32,15 @@ def describe(
     tokens = info.blocks * info.block_tokens
     kv_bytes = info.blocks * info.block_bytes
     reads = f"; reads {size(info.token_bytes)} of weights per token" if info.token_bytes else ""
+    total = info.weight_bytes + info.pool_bytes + info.scratch_bytes
     lines = [
         f"model     {model.name}: {shape}, template {version}",
         f"source    {model.source}",
         f"engine    {engine}, {info.activation} activations{reads}",
         f"memory    weights {size(info.weight_bytes)}, KV {tokens} tokens {size(kv_bytes)} "
-        f"({info.kv_format}), {info.slabs} slabs {size(info.slabs * info.slab_bytes)}, "
-        f"scratch {size(info.scratch_bytes)}",
+        f"({info.kv_format}), {info.slots} slabs {size(info.slots * info.slab_bytes)}, "
+        f"checkpoints {size((info.slabs - info.slots) * info.slab_bytes)}, "
+        f"scratch {size(info.scratch_bytes)}: {size(total)} when all of it is in use",
         f"context   {served.context} tokens, {info.slots} requests at once",
         f"sampling  {describe_sampling(served.defaults)}",
         f"drafts    {describe_drafts(drafts)}",

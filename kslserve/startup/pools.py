@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 
 from kslserve.config import AUTO, Settings
-from kslserve.engine.budget import kv_token_bytes, slab_bytes
+from kslserve.engine.budget import KV_OF, kv_problem, kv_token_bytes, slab_bytes
 from kslserve.engine.model import ModelSpec, PoolSizes
 from kslserve.errors import UsageError
 
@@ -75,8 +75,9 @@ def plan_pools(settings: Settings, spec: ModelSpec, free_bytes: int) -> PoolPlan
         needed = blocks_per_context * block * token_bytes
         if needed > max(free_bytes, 0):
             raise UsageError(
-                f"a context of {context} tokens needs {size(needed)} for KV, but "
-                f"{size(free_bytes)} are free: set a smaller --context."
+                f"a context of {context} tokens needs {size(needed)} for KV in "
+                f"{kv_format(settings)}, but {size(max(free_bytes, 0))} are free: "
+                f"{_what_fits(settings, spec, blocks_per_context * block, free_bytes)}."
             )
         contexts = max(1, min(settings.max_seqs, half // (blocks_per_context * block)))
         blocks = contexts * blocks_per_context
@@ -91,6 +92,23 @@ def plan_pools(settings: Settings, spec: ModelSpec, free_bytes: int) -> PoolPlan
         ring_depth=2 if settings.submit_ahead else 1,
     )
     return PoolPlan(sizes, min(context, blocks * block), tuple(notes))
+
+
+def _what_fits(settings: Settings, spec: ModelSpec, tokens: int, free_bytes: int) -> str:
+    """Advice: formats of the device that hold so many tokens, and the context that this one
+    holds."""
+    kv, block = kv_format(settings), settings.block_tokens
+    device = "cuda" if settings.device == "cuda" else "cpu"
+    formats = [
+        other
+        for other in KV_OF[device]
+        if kv_problem(spec, other) is None and tokens * kv_token_bytes(spec, other) <= free_bytes
+    ]
+    most = max(free_bytes, 0) // kv_token_bytes(spec, kv) // block * block
+    advice = [f"--kv {' or '.join(formats)} would hold it"] if formats else []
+    if most:
+        advice.append(f"a smaller --context, at most {most}, would fit")
+    return "; ".join(advice) or "no format and no context fits; free some memory"
 
 
 def free_memory_bytes() -> int:

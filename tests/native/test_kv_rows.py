@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -178,3 +180,21 @@ def test_the_pool_holds_the_rows_of_keys_and_values(kv: str, isa: str) -> None:
                 found = b"".join(image[at : at + rows * width].tobytes() for image in images)
                 assert found == plane[: 2 * rows].tobytes()
                 at += rows * width
+
+
+def resident() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="no /proc here")
+def test_a_pool_takes_memory_as_its_blocks_are_used() -> None:
+    spec = wide_spec()
+    tensors = tiny_tensors(spec, tiny_arrays(spec), "bf16")
+    before = resident()
+    with Driver(spec, tensors, kv="f32", blocks=8192, block_tokens=64) as driver:
+        pool = driver.info.block_bytes * driver.info.blocks
+        assert pool >= 512 << 20
+        assert resident() - before < pool // 8
+        driver.begin(0).prefill(np.arange(100, dtype=np.int32))
+        assert resident() - before < pool // 8

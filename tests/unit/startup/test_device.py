@@ -9,8 +9,9 @@ import pytest
 
 from kslserve.config import Settings, load
 from kslserve.engine import cuda
+from kslserve.engine.budget import KV_OF
 from kslserve.errors import EngineError, UsageError
-from kslserve.startup.device import KV, open_library, place
+from kslserve.startup.device import open_library, place
 from tests.tiny import tiny_spec
 
 SPEC = tiny_spec()  # heads of 24 dimensions, which q4 does not take
@@ -38,7 +39,7 @@ def test_the_format_on_a_device_follows_the_heads(monkeypatch: pytest.MonkeyPatc
 def test_formats_that_cannot_work() -> None:
     with pytest.raises(UsageError, match="int8_g64 is not a format of --device cuda"):
         place(settings(device="cuda", kv="int8_g64"), ROUND)
-    for kv in KV["cpu"]:
+    for kv in KV_OF["cpu"]:
         assert place(settings(device="cpu", kv=kv), ROUND).kv == kv
     with pytest.raises(UsageError, match="q4 takes heads of 32, 64, 128 or 256"):
         place(settings(device="cuda", kv="q4"), SPEC)

@@ -62,6 +62,16 @@ def test_a_context_that_was_asked_for() -> None:
         plan_pools(Settings(context=65536), SPEC, TOKEN * 65535)
 
 
+def test_what_does_not_fit_names_what_would() -> None:
+    with pytest.raises(UsageError) as caught:
+        plan_pools(Settings(context=65536, device="cpu"), SPEC, TOKEN * 50000)
+    assert "for KV in bf16" in str(caught.value)
+    assert "--kv fp8 or q4 or int8_g64 or int4_g32 would hold it" in str(caught.value)
+    assert "at most 49920, would fit" in str(caught.value)
+    with pytest.raises(UsageError, match="no format and no context fits"):
+        plan_pools(Settings(context=65536), SPEC, TOKEN)
+
+
 def test_a_pool_that_was_asked_for() -> None:
     plan = plan_pools(Settings(kv_tokens=2048, context=8192), SPEC, 0)
     assert plan.sizes.blocks == 16
