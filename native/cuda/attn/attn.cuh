@@ -65,10 +65,10 @@ struct CombineArgs {
 };
 void attn_combine(Device *device, const CombineArgs &a);
 
-// Short rows on tensor cores, to the same rule with other sizes: chunks of 64 keys, spans of eight.
+// Short rows on tensor cores, to the same rule with other sizes: chunks of 64 keys, spans of four.
 constexpr int kTileKeys = 64;
-constexpr int kTileSpan = 8;
-constexpr int kManyBlocks = 256;
+constexpr int kTileSpan = 4;
+constexpr int kManySpans = 100;  // fewer leave a device idle: then chunks are units
 
 struct TileArgs {
   Columns columns;
@@ -81,8 +81,9 @@ struct TileArgs {
   int n;
   float *partial;  // [columns][heads][units][d]
   // attn_tile sets these
-  float2 *partial_sums;  // [columns][heads][units]: greatest score, sum
-  int units, unit_chunks, first;
+  float2 *partial_sums;           // [columns][heads][units]: greatest score, sum
+  int units, unit_chunks, first;  // chunks of a unit: kTileSpan or 1
+  int unit_blocks;                // units that a block takes, one behind the other
 };
 // Whether it is there for such heads on this device.
 bool attn_tile_runs(Device *device, int format, int head_dim);

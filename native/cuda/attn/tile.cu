@@ -19,6 +19,10 @@ constexpr int kKeys = kTileKeys;
 constexpr int kWarpKeys = kKeys / kWarps;
 constexpr int kStages = 2;
 constexpr float kProbability = 4096;  // probabilities are halves of [0, kProbability]
+// Keys so far before a column that is a row of its own may have been stored in this wave: VERIFY
+// columns and drafts.
+constexpr int kRecent = 64;
+static_assert(kRecent > 2 * KSL_MAX_DRAFT + 1, "settled keys");
 static_assert(kWarpKeys == 16, "the keys of a warp lie in one block");
 
 // Shared memory. The pitches keep the rows that a warp reads at one time in different banks.
@@ -77,8 +81,9 @@ struct Loader {
   const KvLayer &kv;
   const int32_t *table;
   int head, keys;
-  int position, index, at;  // of the next group that is looked up
-  int32_t block[kGroups];   // of the groups of the next chunk
+  int position, index, at,
+      last;                // of the next group that is looked up; last: block with keys
+  int32_t block[kGroups];  // of the groups of the next chunk
   int row[kGroups];
 
   __device__ Loader(const KvLayer &layer, int slot, int h, int n, int chunk)
@@ -89,15 +94,16 @@ struct Loader {
         position(chunk * kKeys) {
     index = position / kv.block_tokens;
     at = position - index * kv.block_tokens;
+    last = (keys - 1) / kv.block_tokens;
     look_up();
   }
 
   __device__ void look_up() {
 #pragma unroll
     for (int i = 0; i < kGroups; i++) {
-      const bool there = position < keys;
-      block[i] = there ? table[index] : 0;
-      row[i] = there ? at * kv.kv_heads + head : head;
+      // Behind the last key any block of the row does: its bytes are not copied.
+      block[i] = table[min(index, last)];
+      row[i] = at * kv.kv_heads + head;
       position += 16;
       at += 16;
       const bool over = at == kv.block_tokens;
@@ -158,7 +164,8 @@ __device__ __forceinline__ void score_keys(const uint8_t *stage, const uint8_t *
       for (int i = 0; i < 4; i++) score[m][i] = 0;
 #pragma unroll
     for (int first = 0; first < kGroups; first += kBatch) {
-      uint32_t pairs[4][kBatch];  // scale and zero point of keys 2 t, 2 t + 1, and eight later
+      uint32_t pairs[4][kBatch];  // scale and zero point of keys 2 t, 2 t + 1,
+                                  // and eight later
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const uint8_t *from = stage + L::kScales +
@@ -297,7 +304,8 @@ __device__ inline void value_pair(const uint8_t *first, const uint8_t *second,
 
 // What a block works on: pairs (column, query head) from `pair` on of the columns of a row.
 struct Work {
-  int index, column, columns, pair, pairs, slot;  // index: of the first column in this launch
+  int index, column, columns, pair, pairs,
+      slot;  // index: of the first column in this launch
 };
 
 template <int kTiles>
@@ -324,9 +332,9 @@ __device__ inline bool find_work(const TileArgs &a, int group, Work *w) {
 
 // kUsed: groups of eight queries that the block has.
 template <int kFormat, int kDim, int kTiles, int kUsed>
-__device__ __forceinline__ void reduce_unit(const TileArgs &a, const Work &w, int begin, int end,
-                                            Loader<kFormat, kDim, kTiles> &loader,
-                                            uint8_t *memory) {
+__device__ __forceinline__ void reduce_units(const TileArgs &a, const Work &w, int begin, int end,
+                                             Loader<kFormat, kDim, kTiles> &loader,
+                                             uint8_t *memory) {
   typedef Layout<kFormat, kDim, kTiles> L;
   constexpr int kOwn = kDim / 32;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
@@ -440,23 +448,31 @@ __device__ __forceinline__ void reduce_unit(const TileArgs &a, const Work &w, in
         acc[m][kOwn + i] = join.add(acc[m][kOwn + i], (c[m][i][1] + c[m][i][3]) * back[m]);
       }
     }
-  }
-
+    if (chunk + 1 < end && (chunk + 1) % a.unit_chunks != 0) continue;
+    // The end of a unit.
+    const int unit = chunk / a.unit_chunks;
 #pragma unroll
-  for (int m = 0; m < kUsed; m++) {
-    const int pair = m * 8 + g;
-    // Not of this block, or a unit that the column does not have.
-    if (pair >= w.pairs || begin * kKeys >= limit[m]) continue;
-    const int p = w.pair + pair;
-    const int64_t index =
-        (static_cast<int64_t>(w.index + p / group) * a.heads + head * group + p % group) * a.units +
-        blockIdx.x;
-    float *to = a.partial + index * kDim + warp * (kDim / kWarps) + t * 2 * kOwn;
+    for (int m = 0; m < kUsed; m++) {
+      const int pair = m * 8 + g;
+      // Not of this block, or a unit that the column does not have.
+      if (pair < w.pairs && unit * a.unit_chunks * kKeys < limit[m]) {
+        const int p = w.pair + pair;
+        const int64_t index =
+            (static_cast<int64_t>(w.index + p / group) * a.heads + head * group + p % group) *
+                a.units +
+            unit;
+        float *to = a.partial + index * kDim + warp * (kDim / kWarps) + t * 2 * kOwn;
 #pragma unroll
-    for (int i = 0; i < 2 * kOwn; i += 4)
-      *reinterpret_cast<float4 *>(to + i) =
-          make_float4(acc[m][i], acc[m][i + 1], acc[m][i + 2], acc[m][i + 3]);
-    if (warp == 0 && t == 0) a.partial_sums[index] = make_float2(most[m], total[m]);
+        for (int i = 0; i < 2 * kOwn; i += 4)
+          *reinterpret_cast<float4 *>(to + i) =
+              make_float4(acc[m][i], acc[m][i + 1], acc[m][i + 2], acc[m][i + 3]);
+        if (warp == 0 && t == 0) a.partial_sums[index] = make_float2(most[m], total[m]);
+      }
+      most[m] = -INFINITY;
+      total[m] = 0;
+#pragma unroll
+      for (int i = 0; i < 2 * kOwn; i++) acc[m][i] = 0;
+    }
   }
 }
 
@@ -466,17 +482,24 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && kFormat != KSL_KV_BF1
   typedef Layout<kFormat, kDim, kTiles> L;
   constexpr int kSteps = kDim / 16;
   extern __shared__ __align__(16) uint8_t memory[];
-  begin_chained();
+  allow_next();
   const int head = blockIdx.y, group = a.heads / a.kv.kv_heads;
   Work w;
   if (!find_work<kTiles>(a, group, &w)) return;
   const int last = a.columns.position[w.column] + (w.pair + w.pairs - 1) / group;
   const int keys = last + 1, chunks = (keys + kKeys - 1) / kKeys;
-  const int begin = blockIdx.x * a.unit_chunks, end = min(chunks, begin + a.unit_chunks);
+  const int together = a.unit_chunks * a.unit_blocks;
+  const int begin = blockIdx.x * together, end = min(chunks, begin + together);
   if (begin >= end || last < a.kv.first_key) return;
 
   Loader<kFormat, kDim, kTiles> loader(a.kv, w.slot, head, keys, begin);
-  loader.load(memory);
+  // Keys of earlier waves can be asked for while the kernels before this one still run.
+  const int own = a.rows != nullptr ? a.rows[a.columns.row[w.column]].start
+                                    : a.columns.position[w.column] - kRecent;
+  const bool early = (begin + 1) * kKeys <= own;
+  if (early) loader.load(memory);
+  wait_before();
+  if (!early) loader.load(memory);
   copy_commit();
 
   // Queries as fragments, in units that make a power of two the exponential.
@@ -518,28 +541,45 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && kFormat != KSL_KV_BF1
     }
   }
   if (kTiles == 1 || used == 1)
-    reduce_unit<kFormat, kDim, kTiles, 1>(a, w, begin, end, loader, memory);
+    reduce_units<kFormat, kDim, kTiles, 1>(a, w, begin, end, loader, memory);
   else
-    reduce_unit<kFormat, kDim, kTiles, kTiles>(a, w, begin, end, loader, memory);
+    reduce_units<kFormat, kDim, kTiles, kTiles>(a, w, begin, end, loader, memory);
+}
+
+// Blocks that the device takes at one time, 0 if it has too little shared memory.
+template <int kFormat, int kDim, int kTiles>
+int slots() {
+  typedef Layout<kFormat, kDim, kTiles> L;
+  static int found = -1;  // per instance; the engine has one thread
+  if (found < 0) {
+    int device = 0, processors = 0, blocks = 0;
+    const auto kernel = tile_kernel<kFormat, kDim, kTiles>;
+    const bool runs = cudaGetDevice(&device) == cudaSuccess &&
+                      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) ==
+                          cudaSuccess &&
+                      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           L::kAll) == cudaSuccess &&
+                      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads,
+                                                                    L::kAll) == cudaSuccess;
+    found = runs ? processors * blocks : 0;
+    cudaGetLastError();
+  }
+  return found;
 }
 
 template <int kFormat, int kDim, int kTiles>
-bool run(Device *device, const TileArgs &a, int columns, bool ask) {
-  typedef Layout<kFormat, kDim, kTiles> L;
-  static int state =
-      0;  // per instance; the engine has one thread. 1: can run, 2: too little memory
-  if (state == 0) {
-    state =
-        cudaFuncSetAttribute(tile_kernel<kFormat, kDim, kTiles>,
-                             cudaFuncAttributeMaxDynamicSharedMemorySize, L::kAll) == cudaSuccess
-            ? 1
-            : 2;
-    cudaGetLastError();
-  }
-  if (ask || state == 2) return state == 1;
+bool run(Device *device, TileArgs a, int columns, bool ask) {
+  const int together = slots<kFormat, kDim, kTiles>();
+  if (ask || together == 0) return together > 0;
   const int group = a.heads / a.kv.kv_heads, parts = divide_up(group, 8 * kTiles);
+  // Units one behind the other in a block, so that all blocks run at once.
+  const int per_tile = a.rows != nullptr && parts == 1 ? 8 * kTiles / group : 1;
+  const int64_t units =
+      static_cast<int64_t>(a.units) * a.kv.kv_heads * divide_up(columns, per_tile) * parts;
+  a.unit_blocks = a.unit_chunks == 1 ? 1 : divide_up(units, together);
   launch_chained(device, "attn_tile", tile_kernel<kFormat, kDim, kTiles>,
-                 dim3(a.units, a.kv.kv_heads, columns * parts), kThreads, L::kAll, a);
+                 dim3(divide_up(a.units, a.unit_blocks), a.kv.kv_heads, columns * parts), kThreads,
+                 Layout<kFormat, kDim, kTiles>::kAll, a);
   return true;
 }
 
@@ -580,58 +620,85 @@ bool by_format(Device *device, const TileArgs &a, int columns, bool ask) {
   }
 }
 
-// The end: units in the order of attn.cuh, then the gate. A block is one column and query head, a
-// thread one dim.
-__global__ void join_kernel(const __grid_constant__ TileArgs a,
-                            const __grid_constant__ GateArgs o) {
+// The end: spans joined in a fixed order, then the gate. A block is one column and query head; its
+// threads have one dim of every fourth span.
+constexpr int kJoinParts = 4;
+constexpr int kJoinSpans = 256;  // at one time
+
+__global__ void __launch_bounds__(kMaxHeadDim *kJoinParts)
+    join_kernel(const __grid_constant__ TileArgs a, const __grid_constant__ GateArgs o) {
   begin_chained();
-  const int at = a.first + blockIdx.x, head = blockIdx.y, i = threadIdx.x;
+  __shared__ float2 spans[kJoinSpans];  // greatest score, then weight; sum
+  __shared__ float scratch[32], parts[kJoinParts][kMaxHeadDim], totals[kJoinParts];
+  const int at = a.first + blockIdx.x, head = blockIdx.y;
   const int column = a.list != nullptr ? a.list[at] : at;
   const int d = a.kv.head_dim, position = a.columns.position[column];
-  float value = 0;
-  if (position >= a.kv.first_key) {
-    const int chunks = position / kKeys + 1;
-    const int units = (chunks + a.unit_chunks - 1) / a.unit_chunks;
-    const int64_t index = (static_cast<int64_t>(blockIdx.x) * a.heads + head) * a.units;
-    const float2 *sums = a.partial_sums + index;
-    const float *from = a.partial + index * d + i;
-    float most = -INFINITY;
-    for (int u = 0; u < units; u++) most = fmaxf(most, sums[u].x);
-    float acc = 0, total = 0;
-    if (a.unit_chunks > 1) {
+  const int i = threadIdx.x % d, part = threadIdx.x / d;
+  if (position < a.kv.first_key) {
+    if (part == 0) gate_store(o, column, head, i, d, 0);
+    return;
+  }
+  const int chunks = position / kKeys + 1, per_span = kTileSpan / a.unit_chunks;
+  const int units = (chunks + a.unit_chunks - 1) / a.unit_chunks;
+  const int n = (units + per_span - 1) / per_span;
+  const int64_t index = (static_cast<int64_t>(blockIdx.x) * a.heads + head) * a.units;
+  const float2 *sums = a.partial_sums + index;
+  const float *from = a.partial + index * d + i;
+  float most = -INFINITY;
+  for (int u = threadIdx.x; u < units; u += blockDim.x) most = fmaxf(most, sums[u].x);
+  most = block_max(most, scratch);
+  float acc = 0, total = 0;
+  for (int first = 0; first < n; first += kJoinSpans) {
+    __syncthreads();
+    for (int s = threadIdx.x; s < kJoinSpans && first + s < n; s += blockDim.x) {
+      float span_most = -INFINITY, span_total = 0;
+      for (int u = (first + s) * per_span; u < (first + s + 1) * per_span && u < units; u++) {
+        const float2 unit = sums[u];
+        const Join join(span_most, unit.x);
+        span_total = join.add(span_total, unit.y);
+        span_most = join.most;
+      }
+      spans[s] = make_float2(exp2_fast(span_most - most), span_total);
+    }
+    __syncthreads();
+    const int here = min(kJoinSpans, n - first);
+    if (per_span == 1) {
 #pragma unroll 8
-      for (int u = 0; u < units; u++) {
-        const float weight = exp2_fast(sums[u].x - most);
-        total = fmaf(sums[u].y, weight, total);
-        acc = fmaf(from[static_cast<int64_t>(u) * d], weight, acc);
+      for (int s = part; s < here; s += kJoinParts) {
+        total = fmaf(spans[s].y, spans[s].x, total);
+        acc = fmaf(from[static_cast<int64_t>(first + s) * d], spans[s].x, acc);
       }
     } else {
-      for (int u = 0; u < units; u += kTileSpan) {
-        float span_acc = 0, span_total = 0, span_most = -INFINITY;
-        float2 s[kTileSpan];
+      for (int s = part; s < here; s += kJoinParts) {
+        float2 unit[kTileSpan];
         float v[kTileSpan];
+        const int u = (first + s) * kTileSpan;
 #pragma unroll
         for (int j = 0; j < kTileSpan; j++) {
           const bool there = u + j < units;
-          s[j] = there ? sums[u + j] : make_float2(-INFINITY, 0);
+          unit[j] = there ? sums[u + j] : make_float2(-INFINITY, 0);
           v[j] = there ? from[static_cast<int64_t>(u + j) * d] : 0.0f;
         }
+        float span_acc = 0, span_most = -INFINITY;
 #pragma unroll
         for (int j = 0; j < kTileSpan; j++) {
           if (u + j >= units) break;
-          Join join(span_most, s[j].x);
-          span_total = join.add(span_total, s[j].y);
+          const Join join(span_most, unit[j].x);
           span_acc = join.add(span_acc, v[j]);
           span_most = join.most;
         }
-        const float weight = exp2_fast(span_most - most);
-        total = fmaf(span_total, weight, total);
-        acc = fmaf(span_acc, weight, acc);
+        total = fmaf(spans[s].y, spans[s].x, total);
+        acc = fmaf(span_acc, spans[s].x, acc);
       }
     }
-    value = acc / total;
   }
-  gate_store(o, column, head, i, d, value);
+  parts[part][i] = acc;
+  if (i == 0) totals[part] = total;
+  __syncthreads();
+  if (part != 0) return;
+  acc = (parts[0][i] + parts[1][i]) + (parts[2][i] + parts[3][i]);
+  total = (totals[0] + totals[1]) + (totals[2] + totals[3]);
+  gate_store(o, column, head, i, d, acc / total);
 }
 
 }  // namespace
@@ -645,9 +712,8 @@ bool attn_tile_runs(Device *device, int format, int head_dim) {
 
 void attn_tile(Device *device, TileArgs a, const GateArgs &o, int most_position, int64_t room) {
   const int chunks = most_position / kKeys + 1, spans = divide_up(chunks, kTileSpan);
-  const int64_t blocks = static_cast<int64_t>(spans) * a.kv.kv_heads * a.n;
   // Spans make less to join, chunks fill a device with less work.
-  const bool by_span = blocks >= kManyBlocks;
+  const bool by_span = static_cast<int64_t>(spans) * a.kv.kv_heads * a.n >= kManySpans;
   a.unit_chunks = by_span ? kTileSpan : 1;
   a.units = by_span ? spans : chunks;
   const int64_t fit = room / (static_cast<int64_t>(a.units) * a.heads);
@@ -657,7 +723,7 @@ void attn_tile(Device *device, TileArgs a, const GateArgs &o, int most_position,
     const int left = a.n - first, n = left < fit ? left : static_cast<int>(fit);
     a.first = first;
     by_format(device, a, n, false);
-    KSL_CHAIN(device, "attn_join", join_kernel, dim3(n, a.heads), a.kv.head_dim, a, o);
+    KSL_CHAIN(device, "attn_join", join_kernel, dim3(n, a.heads), a.kv.head_dim * kJoinParts, a, o);
     first += n;
   }
 }
