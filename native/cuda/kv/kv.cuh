@@ -33,13 +33,25 @@ __device__ inline KvPlace kv_place(const KvLayer &kv, int slot, int position, in
           (position - index * kv.block_tokens) * kv.kv_heads + head};
 }
 
-// Exponent of the power-of-two scale of an e4m3 row.
+// 2^e for -126 <= e <= 127.
+__device__ inline float exp2i(int e) {
+  return __int_as_float((e + 127) << 23);
+}
+
+// Exponent of the power-of-two scale of an e4m3 row: the least e >= -126 with most <= 448 2^e.
 __device__ inline int fp8_exponent(float most) {
   if (most == 0) return 0;
-  int e = 0;
-  const double fraction = frexp(static_cast<double>(most) / 448.0, &e);
-  if (fraction == 0.5) e--;
-  return e < -126 ? -126 : (e > 127 ? 127 : e);
+  const int bits = __float_as_int(most);
+  // 448 = 1.75 2^8.
+  const int e = (bits >> 23) - 127 - 8 + ((bits & 0x7fffff) > 0x600000 ? 1 : 0);
+  return e < -126 ? -126 : e;
+}
+
+// Two values as e4m3 bytes, the first one in the low byte.
+__device__ inline uint16_t e4m3_pair(float first, float second) {
+  uint16_t out;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(second), "f"(first));
+  return out;
 }
 
 // Stores the value of thread `i` < d of a row as e4m3; every thread of the block takes part.
@@ -47,8 +59,8 @@ __device__ inline void store_fp8(float value, int i, int d, uint8_t *codes, floa
                                  float *scratch) {
   const float most = block_max(i < d ? fabsf(value) : 0.0f, scratch);
   const int e = fp8_exponent(most);
-  if (i < d) codes[i] = f32_to_e4m3(static_cast<float>(value * ldexp(1.0, -e)));
-  if (i == 0) *scale = static_cast<float>(ldexp(1.0, e));
+  if (i < d) codes[i] = static_cast<uint8_t>(e4m3_pair(value * exp2i(-e), 0.0f));
+  if (i == 0) *scale = exp2i(e);
 }
 
 // Rotates d values in shared memory, in place; a power of two of them, one per thread.
@@ -68,27 +80,35 @@ __device__ inline void rotate(float *values, int i, int d) {
   __syncthreads();
 }
 
+// Scale, zero point and codes of 32 channels.
+struct Q4Group {
+  __half scale;
+  float zero;
+  bool constant;
+};
+__device__ inline Q4Group q4_group(float low, float high) {
+  const float width = (high - low) / 15.0f;
+  const float floor = fmaxf(fabsf(low), fabsf(high)) / 2033.0f;
+  const __half scale = __float2half_rn(fmaxf(width, floor));
+  const float s = __half2float(scale);
+  if (high == low || s == 0.0f) return {__float2half_rn(high), -1.0f, true};
+  return {scale, fminf(fmaxf(rintf(-low / s), -2033.0f), 2048.0f), false};
+}
+__device__ inline unsigned q4_code(const Q4Group &group, float value) {
+  if (group.constant) return 0;
+  const float x = rintf(value / __half2float(group.scale) + group.zero);
+  return static_cast<unsigned>(fminf(fmaxf(x, 0.0f), 15.0f));
+}
+
 // Stores the rotated value of thread i < d; a warp holds one group.
 __device__ inline void store_q4(float value, int i, int d, uint8_t *codes, __half *scales) {
   if (i >= d) return;
-  const float low = warp_min(value), high = warp_max(value);
-  const float width = (high - low) / 15.0f;
-  const float floor = fmaxf(fabsf(low), fabsf(high)) / 2033.0f;
-  __half scale = __float2half_rn(fmaxf(width, floor));
-  float zero = -1.0f;
-  int code = 0;
-  const float s = __half2float(scale);
-  if (high == low || s == 0.0f) {
-    scale = __float2half_rn(high);
-  } else {
-    zero = fminf(fmaxf(rintf(-low / s), -2033.0f), 2048.0f);
-    code = static_cast<int>(fminf(fmaxf(rintf(value / s + zero), 0.0f), 15.0f));
-  }
-  const int next = __shfl_down_sync(kAll, code, 1);
+  const Q4Group group = q4_group(warp_min(value), warp_max(value));
+  const unsigned code = q4_code(group, value), next = __shfl_down_sync(kAll, code, 1);
   if ((i & 1) == 0) codes[i >> 1] = static_cast<uint8_t>(code | next << 4);
   if ((i & 31) == 0) {
-    scales[i >> 4] = scale;
-    scales[(i >> 4) + 1] = __float2half_rn(zero);
+    scales[i >> 4] = group.scale;
+    scales[(i >> 4) + 1] = __float2half_rn(group.zero);
   }
 }
 
