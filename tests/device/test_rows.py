@@ -250,13 +250,15 @@ def test_sampler_is_the_reference(driver: Driver, sampling: SamplingParams) -> N
             tokens = [-1]
 
 
-def test_ties_and_masks(opened: Opener) -> None:
-    """Equal logits: top_k and top_p keep the lower ids."""
+@pytest.mark.parametrize("kinds", [1, 2])
+def test_ties_and_masks(opened: Opener, kinds: int) -> None:
+    """Equal logits: top_k and top_p keep the lower ids; also where more are equal than a list of
+    candidates holds."""
     spec = spec_named("round")
     arrays = tiny_arrays(spec)
     head = arrays["lm_head.weight"]
-    head[::2] = head[0]
-    head[1::2] = head[1]
+    for kind in range(kinds):
+        head[kind::kinds] = head[kind]
     driver = opened(spec, tiny_tensors(spec, arrays, "f32"))
     mask = np.zeros(-(-spec.vocab // 32), dtype=np.uint32)
     mask[3:20] = 0x5A5A5A5A

@@ -1,8 +1,10 @@
 // Penalties, bias, mask, filters and the choice.
 //
-// Filters are selections on the order "higher logit, then lower id", made by radix passes over the
-// bits of the logit: top_k by counts, top_p by mass in fixed point, whose sums do not depend on the
-// order of additions.
+// Filters are selections on the order "higher logit, then lower id", made by
+// radix passes over the bits of the logit: top_k by counts, top_p by mass in
+// fixed point, whose sums do not depend on the order of additions. top_k first
+// leaves the few that can be among them: the greatest logits of the threads, k
+// of them, bound the k-th of all from below.
 #include "../../common/noise.h"
 #include "sample.cuh"
 
@@ -12,6 +14,15 @@ namespace {
 
 constexpr int kThreads = 1024;
 constexpr float kNone = -INFINITY;
+constexpr int kListed = 1024;  // most candidates of a list
+
+// Logits by index, of the ids themselves (`ids` is null) or of a list.
+struct Candidates {
+  const float *logits;
+  const int *ids;
+  int n;
+  __device__ int id(int i) const { return ids != nullptr ? ids[i] : i; }
+};
 
 // Bits whose unsigned order is that of the float; zeros of both signs are equal.
 __device__ inline unsigned order_of(float v) {
@@ -69,7 +80,7 @@ struct Selection {
 // Finds where the weights of the candidates of `from`, best first, reach `target` (above 0 and at
 // most their sum): the order there in cut.order; returns the weight before that order.
 template <class Weight>
-__device__ unsigned long long select(Selection *shared, const float *logits, int n, const Cut &from,
+__device__ unsigned long long select(Selection *shared, const Candidates &all, const Cut &from,
                                      double target, Weight weight, unsigned *order) {
   unsigned prefix = 0;
   unsigned long long before = 0;
@@ -77,11 +88,11 @@ __device__ unsigned long long select(Selection *shared, const float *logits, int
     for (int i = threadIdx.x; i < 256; i += kThreads) shared->bins[i] = 0;
     __syncthreads();
     const unsigned mask = shift == 24 ? 0u : ~0u << (shift + 8);
-    for (int i = threadIdx.x; i < n; i += kThreads) {
-      const float v = logits[i];
+    for (int i = threadIdx.x; i < all.n; i += kThreads) {
+      const float v = all.logits[i];
       if (!(v > kNone)) continue;
       const unsigned o = order_of(v);
-      if ((o & mask) != prefix || !from.takes(o, i)) continue;
+      if ((o & mask) != prefix || !from.takes(o, all.id(i))) continue;
       const unsigned long long w = weight(v);
       if (w) atomicAdd(&shared->bins[o >> shift & 255u], w);
     }
@@ -116,21 +127,33 @@ __device__ unsigned long long select(Selection *shared, const float *logits, int
   return before;
 }
 
-// The id of the m-th (1-based) candidate of that order, by ascending ids.
-__device__ int nth_of_order(const float *logits, int n, const Cut &from, unsigned order, int m) {
+// The id of the m-th (1-based) candidate of that order, by ascending ids; `none` if there is none.
+__device__ int nth_of_order(const Candidates &all, const Cut &from, unsigned order, int m,
+                            int none) {
   __shared__ int found;
+  const auto is = [&](int i) {
+    return i < all.n && all.logits[i] > kNone && order_of(all.logits[i]) == order &&
+           from.takes(order, all.id(i));
+  };
+  if (threadIdx.x == 0) found = none;
+  __syncthreads();
+  if (all.ids != nullptr) {
+    for (int i = threadIdx.x; i < all.n; i += kThreads) {
+      if (!is(i)) continue;
+      int rank = 1;
+      for (int k = 0; k < all.n; k++) rank += is(k) && all.ids[k] < all.ids[i];
+      if (rank == m) found = all.ids[i];
+    }
+    __syncthreads();
+    return found;
+  }
   int seen = 0;
-  for (int base = 0; base < n; base += kThreads) {
-    const int i = base + threadIdx.x;
-    const bool is =
-        i < n && logits[i] > kNone && order_of(logits[i]) == order && from.takes(order, i);
-    const int count = __syncthreads_count(is);
+  for (int base = 0; base < all.n; base += kThreads) {
+    const int count = __syncthreads_count(is(base + threadIdx.x));
     if (seen + count >= m) {
       if (threadIdx.x == 0) {
-        found = n;
-        for (int k = base; k < n && k < base + kThreads; k++) {
-          if (logits[k] > kNone && order_of(logits[k]) == order && from.takes(order, k) &&
-              ++seen == m) {
+        for (int k = base; k < all.n && k < base + kThreads; k++) {
+          if (is(k) && ++seen == m) {
             found = k;
             break;
           }
@@ -141,7 +164,36 @@ __device__ int nth_of_order(const float *logits, int n, const Cut &from, unsigne
     }
     seen += count;
   }
-  return n;
+  return none;
+}
+
+// Lists the candidates that can be among the best k; false if they are too many. own: this thread's
+// greatest logit.
+__device__ bool list_best(Selection *selection, const Candidates &all, float own, int k,
+                          float *logits, int *ids, int *n) {
+  __shared__ int count;
+  // `logits` holds the greatest of each thread first.
+  logits[threadIdx.x] = own;
+  if (__syncthreads_count(own > kNone) < k) return false;
+  const Candidates greatest = {logits, nullptr, kThreads};
+  unsigned order;
+  select(
+      selection, greatest, {0, kThreads}, static_cast<double>(k), [](float) { return 1ull; },
+      &order);
+  if (threadIdx.x == 0) count = 0;
+  __syncthreads();
+#pragma unroll 4
+  for (int i = threadIdx.x; i < all.n; i += kThreads) {
+    const float v = all.logits[i];
+    if (!(v > kNone) || order_of(v) < order) continue;
+    const int at = atomicAdd(&count, 1);
+    if (at >= kListed) continue;
+    logits[at] = v;
+    ids[at] = i;
+  }
+  __syncthreads();
+  *n = count;
+  return count <= kListed;
 }
 
 __device__ inline float noise_bound(uint64_t word) {
@@ -212,16 +264,22 @@ __global__ void __launch_bounds__(kThreads)
   int best = -1;
   if (!p.use_counts && p.n_bias == 0 && !p.has_mask) {
     logits = raw;
+    // Rows are padded to whole float4s.
 #pragma unroll 8
-    for (int i = threadIdx.x; i < vocab; i += kThreads) {
-      const float v = raw[i];
-      bad |= !(v < INFINITY);
-      if (v > most && i < limit) {
-        next = most;
-        most = v;
-        best = i;
-      } else if (kLead && v > next && i < limit) {
-        next = v;
+    for (int i = threadIdx.x * 4; i < vocab; i += kThreads * 4) {
+      const float4 four = *reinterpret_cast<const float4 *>(raw + i);
+      const float values[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        if (i + k >= vocab) break;
+        bad |= !(values[k] < INFINITY);
+        if (values[k] > most && i + k < limit) {
+          next = most;
+          most = values[k];
+          best = i + k;
+        } else if (kLead && values[k] > next && i + k < limit) {
+          next = values[k];
+        }
       }
     }
   } else {
@@ -242,6 +300,7 @@ __global__ void __launch_bounds__(kThreads)
     logits = changed;
   }
   bad = __syncthreads_or(bad);
+  const float own = most;
   double top = most, second = next;
   best_of_block<kLead>(top, best, second);
   most = static_cast<float>(top);
@@ -254,17 +313,24 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
 
+  __shared__ float list_logits[kListed];
+  __shared__ int list_ids[kListed];
+  Candidates left = {logits, nullptr, limit};
   Cut cut = {0, limit};
   if (p.top_k > 0 && p.top_k < limit) {
+    int listed = 0;
+    if (p.top_k <= kThreads / 4 &&
+        list_best(&selection, left, own, p.top_k, list_logits, list_ids, &listed))
+      left = {list_logits, list_ids, listed};
     int mine = 0;
-    for (int i = threadIdx.x; i < limit; i += kThreads) mine += logits[i] > kNone;
+    for (int i = threadIdx.x; i < left.n; i += kThreads) mine += left.logits[i] > kNone;
     const int all = static_cast<int>(block_sum(static_cast<float>(mine), scratch));
     if (all > p.top_k) {
       const auto one = [](float) { return 1ull; };
       unsigned order;
       const unsigned long long before =
-          select(&selection, logits, limit, cut, static_cast<double>(p.top_k), one, &order);
-      const int last = nth_of_order(logits, limit, cut, order, p.top_k - static_cast<int>(before));
+          select(&selection, left, cut, static_cast<double>(p.top_k), one, &order);
+      const int last = nth_of_order(left, cut, order, p.top_k - static_cast<int>(before), limit);
       cut = {order, last};
     }
   }
@@ -277,14 +343,15 @@ __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x == 0) total = 0;
     __syncthreads();
     unsigned long long mine = 0;
-    for (int i = threadIdx.x; i < limit; i += kThreads)
-      if (logits[i] > kNone && cut.takes(order_of(logits[i]), i)) mine += mass(logits[i]);
+    for (int i = threadIdx.x; i < left.n; i += kThreads)
+      if (left.logits[i] > kNone && cut.takes(order_of(left.logits[i]), left.id(i)))
+        mine += mass(left.logits[i]);
     for (int i = 16; i > 0; i >>= 1) mine += __shfl_xor_sync(kAll, mine, i);
     if ((threadIdx.x & 31) == 0) atomicAdd(&total, mine);
     __syncthreads();
     const double target = static_cast<double>(p.top_p) * static_cast<double>(total);
     unsigned order;
-    const unsigned long long before = select(&selection, logits, limit, cut, target, mass, &order);
+    const unsigned long long before = select(&selection, left, cut, target, mass, &order);
     // Of equal logits, as many as it takes to reach the target, at least one of all.
     const float value = __uint_as_float(order & 0x80000000u ? order & 0x7fffffffu : ~order);
     const unsigned long long each = mass(value);
@@ -294,7 +361,7 @@ __global__ void __launch_bounds__(kThreads)
       sum += each;
       m++;
     }
-    const int last = nth_of_order(logits, limit, cut, order, m);
+    const int last = nth_of_order(left, cut, order, m, limit);
     cut = {order, last < limit ? last : limit};
   }
 
@@ -304,8 +371,9 @@ __global__ void __launch_bounds__(kThreads)
   double score = kNone;
   int id = -1;
   second = kNone;
-  for (int i = threadIdx.x; i < limit; i += kThreads) {
-    const float v = logits[i];
+  for (int at = threadIdx.x; at < left.n; at += kThreads) {
+    const float v = left.logits[at];
+    const int i = left.id(at);
     if (!(v > kNone) || !cut.takes(order_of(v), i)) continue;
     const float scaled = (v - most) / p.temperature;
     if (scaled < min_scaled) continue;
@@ -313,7 +381,7 @@ __global__ void __launch_bounds__(kThreads)
     if (static_cast<double>(scaled + noise_bound(word)) < (kLead ? second : score)) continue;
     if (p.min_p > 0 && exp_f32(scaled) < p.min_p) continue;
     const double mine = static_cast<double>(scaled) + noise_of(word);
-    if (mine > score || id < 0) {
+    if (mine > score || id < 0 || (mine == score && i < id)) {
       second = score;
       score = mine;
       id = i;
