@@ -93,24 +93,37 @@ __global__ void __launch_bounds__(kThreads, 2) prepare_kernel(const __grid_const
   }
   __syncthreads();
 
-#pragma unroll 4
-  for (int i = tid; i < kChunk * 32; i += kThreads) {
-    const int row = i >> 5, part = i & 31;
-    float4 kv = {}, qv = {};
-    if (row < chunk.n) {
-      kv = *reinterpret_cast<const float4 *>(k + static_cast<int64_t>(row) * a.conv_stride +
-                                             part * 4);
-      qv = *reinterpret_cast<const float4 *>(q + static_cast<int64_t>(row) * a.conv_stride +
-                                             part * 4);
+  // A thread has the same four dims of eight tokens; all loads are under way before the first use.
+  {
+    constexpr int kMine = kChunk * 32 / kThreads;
+    const int part = tid & 31;
+    float4 x[kMine];
+    const auto load = [&](const float *from) {
+#pragma unroll
+      for (int i = 0; i < kMine; i++) {
+        const int row = i * (kThreads / 32) + warp;
+        x[i] = row < chunk.n ? *reinterpret_cast<const float4 *>(
+                                   from + static_cast<int64_t>(row) * a.conv_stride + part * 4)
+                             : make_float4(0, 0, 0, 0);
+      }
+    };
+    load(k);
+#pragma unroll
+    for (int i = 0; i < kMine; i++) {
+      const int to = place4(i * (kThreads / 32) + warp, part);
+      const uint2 high = pack4(x[i]);
+      *reinterpret_cast<uint2 *>(s.k_high[0] + to) = high;
+      *reinterpret_cast<uint2 *>(s.k_low[0] + to) = pack4(rest4(x[i], high));
     }
-    const int to = place4(row, part);
-    const uint2 high = pack4(kv);
-    *reinterpret_cast<uint2 *>(s.k_high[0] + to) = high;
-    *reinterpret_cast<uint2 *>(s.k_low[0] + to) = pack4(rest4(kv, high));
-    *reinterpret_cast<uint2 *>(s.q[0] + to) = pack4(qv);
-    const float e = expf(s.sum[row]);
-    *reinterpret_cast<uint2 *>(out.q[0] + to) =
-        pack4(make_float4(qv.x * e, qv.y * e, qv.z * e, qv.w * e));
+    load(q);
+#pragma unroll
+    for (int i = 0; i < kMine; i++) {
+      const int row = i * (kThreads / 32) + warp, to = place4(row, part);
+      *reinterpret_cast<uint2 *>(s.q[0] + to) = pack4(x[i]);
+      const float e = expf(s.sum[row]);
+      *reinterpret_cast<uint2 *>(out.q[0] + to) =
+          pack4(make_float4(x[i].x * e, x[i].y * e, x[i].z * e, x[i].w * e));
+    }
   }
   __syncthreads();
 
@@ -230,6 +243,18 @@ __global__ void __launch_bounds__(kThreads, 2) prepare_kernel(const __grid_const
     for (int half = 0; half < 2; half++) {
       const int dim = (warp & 3) * 32 + half * 16 + g;  // rows g and g + 8 of products
       const float *from = (values ? v : k) + dim;
+      float right[kBlocks][2][4];
+#pragma unroll
+      for (int b = 0; b < kBlocks; b++)
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            const int row = b * kBlock + j * 8 + 2 * t + (i & 1);
+            right[b][j][i] = row < chunk.n
+                                 ? from[static_cast<int64_t>(row) * a.conv_stride + (i >> 1) * 8]
+                                 : 0.0f;
+          }
       uint4 high[kBlocks], low[kBlocks];  // X_a as fragments
 #pragma unroll
       for (int b = 0; b < kBlocks; b++) {
@@ -239,10 +264,7 @@ __global__ void __launch_bounds__(kThreads, 2) prepare_kernel(const __grid_const
 #pragma unroll
           for (int i = 0; i < 4; i++) {
             const int row = b * kBlock + j * 8 + 2 * t + (i & 1);
-            const float x = row < chunk.n
-                                ? from[static_cast<int64_t>(row) * a.conv_stride + (i >> 1) * 8]
-                                : 0.0f;
-            c[j][i] = x * s.beta[row] * (values ? kValueScale : expf(s.sum[row]));
+            c[j][i] = right[b][j][i] * s.beta[row] * (values ? kValueScale : expf(s.sum[row]));
           }
 #pragma unroll
         for (int other = 0; other <= b; other++) {
