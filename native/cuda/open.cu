@@ -352,7 +352,7 @@ int fill_backend(Backend *b, const TensorTable *tensors, ksl_error *error) {
     if (code) return code;
   }
   int code = check_shape(spec, error);
-  if (!code) code = check_kv(config, error);
+  if (!code) code = check_kv(b->config, error);
   if (!code) code = open_device(b, error);
   if (code) return code;
   b->owned_capacity = 64 * (spec->layers + spec->mtp_layers) + 256;
