@@ -1,14 +1,19 @@
 """What waves cost: measured times of waves without prompts, by rows and columns, and of MTP drafts.
 
-Times of single waves jump, and they drift as contexts grow or the machine gets busy. So each figure
-follows its measurements slowly and never by more than a factor, and one that was not measured for
-long is not believed any more."""
+Times of single waves jump up, and all of them change when contexts grow or the machine gets busy.
+So a figure follows shorter times at once and longer ones slowly; plain waves, which all others are
+compared with, are measured again now and then, and soon where the others take other times than they
+used to; and a figure that was not measured for long is not believed any more."""
 
 from __future__ import annotations
 
-RATE = 0.25  # weight of a new measurement
+DOWN, UP = 0.5, 0.25  # weights of a new measurement that is lower, and higher, than expected
 CLIP = 1.5  # a measurement counts as at most so many times what was expected
+PLAIN_FIRST = 3  # plain waves that are timed before anything is drafted beside so many rows
+PLAIN_EVERY = 64  # waves after which a plain one is due
+SURPRISE, SOON = 0.2, 4  # the same where times are off by this part on the average
 SURE = 3  # measurements of which the least counts: the first ones of a shape are slow
+HOPE = 0.1  # part by which a figure is taken lower for each measurement that it is short of SURE
 STALE = 1024  # waves after which a figure is measured again before it is believed
 GUESS = 0.15  # of the time of a plain wave: what each further column is thought to cost at first
 
@@ -26,30 +31,32 @@ class _Figure:
         if self.count <= SURE:
             self.ms = min(self.ms, ms)
         else:
-            self.ms *= 1.0 + RATE * (min(max(ms / self.ms, 1.0 / CLIP), CLIP) - 1.0)
+            rate = DOWN if ms < self.ms else UP
+            self.ms += rate * (min(ms, CLIP * self.ms) - self.ms)
 
 
 class RowCosts:
     """Times of waves of a fixed number of decode rows, by their columns."""
 
-    __slots__ = ("_figures", "_known", "_waves", "rows")
+    __slots__ = ("_figures", "_known", "_plain_off", "_surprise", "_waves", "rows")
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
         self._figures: dict[int, _Figure] = {}
         self._known: list[int] = []  # columns that were measured, ascending
         self._waves = 0
+        self._surprise = 0.0  # how far times are from what was expected, since the last plain wave
+        self._plain_off = 0.0  # and how far that one was
 
     @property
-    def plain_waves(self) -> int:
-        """Plain waves that were measured."""
+    def plain_due(self) -> bool:
+        """The next wave should be plain, to see how long that takes."""
         figure = self._figures.get(self.rows)
-        return figure.count if figure is not None else 0
-
-    @property
-    def since_plain(self) -> int:
-        """Waves since the last plain one, which there was."""
-        return self._waves - self._figures[self.rows].seen
+        if figure is None or figure.count < PLAIN_FIRST:
+            return True
+        since = self._waves - figure.seen
+        off = max(abs(self._surprise), abs(self._plain_off))
+        return since >= (SOON if off > SURPRISE else PLAIN_EVERY)
 
     def observe(self, columns: int, ms: float) -> None:
         self._waves += 1
@@ -58,15 +65,24 @@ class RowCosts:
             figure = self._figures[columns] = _Figure(ms)
             self._known = sorted(self._figures)
         else:
+            if figure.count >= SURE:
+                off = min(ms / figure.ms, CLIP) - 1.0
+                if columns == self.rows:
+                    self._surprise, self._plain_off = 0.0, off
+                else:
+                    self._surprise += UP * (off - self._surprise)
             figure.observe(ms)
         figure.seen = self._waves
 
     def ms(self, columns: int) -> float:
-        """Expected time of a wave; measured plain waves are a condition."""
+        """Expected time of a wave; measured plain waves are a condition. Hopeful where little was
+        measured, or it would never be."""
         figure = self._figures.get(columns)
         if figure is not None and self._waves - figure.seen < STALE:
-            return figure.ms
-        return self._between(columns)
+            if figure.count >= SURE:
+                return figure.ms
+            return figure.ms * (1.0 - HOPE * (SURE - figure.count))
+        return self._between(columns) * (1.0 - HOPE * SURE)
 
     def _between(self, columns: int) -> float:
         """On the line between the nearest columns that were measured, or beyond the last of them

@@ -21,8 +21,8 @@ from kslserve.sched.spec.oracle import Oracle
 from kslserve.sched.spec.policy import SpecPolicy
 
 _log = log.get("spec")
-PLAIN_FIRST = 3  # plain waves that are timed before anything is drafted beside so many rows
-PLAIN_EVERY = 64  # and one in so many later
+GAP_RATE = 1 / 16  # weight of a new gap in the average
+GAP_MS_MAX = 5.0  # a longer one is none
 
 
 class Speculator:
@@ -39,6 +39,8 @@ class Speculator:
         self._chain = Averages(DEPTH_PRIOR) if mtp else None
         self._lanes = min(policy.lanes, DRAFT_MAX)
         self._depth = min(policy.depth, self._lanes)
+        self._gap_ms = 0.0  # what the host needs between two waves
+        self._ended_ns = 0
         self._drafts = metrics.labelled(
             "drafts_total", "Drafts that were verified, and those of them accepted", "kind"
         )
@@ -149,9 +151,10 @@ class Speculator:
                 return None
             return lambda columns: base + slope * (prompt + columns)
         costs = self.costs.of(rows)
-        if costs.plain_waves < PLAIN_FIRST or costs.since_plain >= PLAIN_EVERY:
+        if costs.plain_due:
             return None
-        return costs.ms
+        gap_ms, ms = self._gap_ms, costs.ms
+        return lambda columns: gap_ms + ms(columns)
 
     # ------------------------------------------------------------ after a wave
 
@@ -189,6 +192,10 @@ class Speculator:
         if plain and sequences:
             ms = (done.ended_ns - done.started_ns - done.drafts_ns) / 1e6
             self.costs.of(len(sequences)).observe(columns, ms)
+            gap_ms = (done.started_ns - self._ended_ns) / 1e6
+            if gap_ms < GAP_MS_MAX:
+                self._gap_ms += GAP_RATE * (gap_ms - self._gap_ms)
+        self._ended_ns = done.ended_ns
 
     def refused(self, sequences: Iterable[Sequence]) -> bool:
         """The engine refused a wave. True if there were drafts in it: then they may be the fault,

@@ -19,7 +19,16 @@ from kslserve.sched.spec.acceptance import (
     match_class,
     suffix_survival,
 )
-from kslserve.sched.spec.cost import GUESS, STALE, RowCosts, WaveCosts
+from kslserve.sched.spec.cost import (
+    GUESS,
+    HOPE,
+    PLAIN_EVERY,
+    PLAIN_FIRST,
+    STALE,
+    SURE,
+    RowCosts,
+    WaveCosts,
+)
 from kslserve.sched.spec.depth import GAIN, choose_depths, choose_lanes
 from kslserve.sched.spec.ladder import ROUNDS, Ladder
 
@@ -66,15 +75,19 @@ def test_costs_are_learnt_by_rows_and_columns() -> None:
     costs = RowCosts(2)
     for _ in range(5):
         costs.observe(2, 10.0)
-    assert costs.plain_waves == 5
     assert costs.ms(2) == pytest.approx(10.0)
-    assert costs.ms(4) == pytest.approx(10.0 + 2 * GUESS * 10.0 / 2)
+    hopeful = 1.0 - HOPE * SURE
+    assert costs.ms(4) == pytest.approx((10.0 + 2 * GUESS * 10.0 / 2) * hopeful)
     for _ in range(5):
         costs.observe(10, 18.0)
-    assert costs.since_plain == 5
     assert costs.ms(10) == pytest.approx(18.0)
+    assert costs.ms(6) == pytest.approx(14.0 * hopeful)
+    assert costs.ms(12) == pytest.approx(20.0 * hopeful)
+    costs.observe(6, 16.0)
+    assert costs.ms(6) == pytest.approx(16.0 * (1.0 - 2 * HOPE))
+    costs.observe(6, 14.0)
+    costs.observe(6, 90.0)
     assert costs.ms(6) == pytest.approx(14.0)
-    assert costs.ms(12) == pytest.approx(20.0)
 
 
 def test_one_slow_wave_changes_little_and_a_slow_first_one_nothing() -> None:
@@ -86,6 +99,27 @@ def test_one_slow_wave_changes_little_and_a_slow_first_one_nothing() -> None:
     assert before == pytest.approx(10.0)
     costs.observe(1, 1000.0)
     assert costs.ms(1) < 1.2 * before
+
+
+def test_when_a_plain_wave_is_due() -> None:
+    costs = RowCosts(1)
+    for _ in range(PLAIN_FIRST):
+        assert costs.plain_due
+        costs.observe(1, 10.0)
+    for _ in range(PLAIN_EVERY):
+        assert not costs.plain_due
+        costs.observe(4, 20.0)
+    assert costs.plain_due
+    costs.observe(1, 10.0)
+    assert not costs.plain_due
+    # All waves are faster: soon it shows what a plain one takes, and what pays.
+    waves = plain = 0
+    while costs.ms(1) > 4.4:
+        plain += costs.plain_due
+        costs.observe(*((1, 4.0) if costs.plain_due else (4, 8.0)))
+        waves += 1
+    assert plain >= 3
+    assert waves < 30
 
 
 def test_an_old_figure_is_not_believed_for_ever() -> None:
