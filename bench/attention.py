@@ -6,21 +6,23 @@
 An engine of the model's attention layers and nothing else to speak of (hidden size 64) runs one
 decode column, and a chunk of prompt columns, at each context; the same at context 0 is taken off.
 The pool holds encoded normal values. `key_ns` is the time of one key in every attention layer of
-the model, for one column; `gb_s` what a decode column reads of the pool; `share` its time against
-the read rate of this machine.
+the model, for one column; `gb_s` what a decode column reads of the pool; `share` that against the
+rate at which all threads together read.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import statistics
 import time
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from bench.cpu import BLOCK, Runner, best, read_limit, setup
+from bench.cpu import BLOCK, Runner, setup
+from bench.kernels import Program
 from bench.report import Report
 from kslserve.engine.budget import kv_token_bytes
 from kslserve.engine.kvrows import KV_KEY, KV_VALUE, kv_encode
@@ -68,7 +70,8 @@ async def measure(args: argparse.Namespace, report: Report) -> None:
     rng = np.random.default_rng(1)
     report.add("model", shape=args.model, heads=spec.heads, kv_heads=spec.kv_heads,
                head_dim=spec.head_dim, layers=len(spec.layer_kinds))  # fmt: skip
-    reads = read_limit(256 << 20)
+    with Program(args.cpu, args.threads) as program:
+        reads = program.read_rate()
     for kv in args.kv.split(","):
         engine = NativeEngine.open(
             spec, tensors, pools, kv_format=kv, isa=args.cpu, threads=args.threads
@@ -91,7 +94,7 @@ async def measure(args: argparse.Namespace, report: Report) -> None:
                 began = time.perf_counter()
                 await runner.run(wave)
                 times.append(time.perf_counter() - began)
-            return best(times)
+            return statistics.median(times)
 
         for context in contexts:
             for n in (1, args.columns):
