@@ -25,7 +25,7 @@ from kslserve.sched.cache.diskthread import DiskThread
 from kslserve.sched.cache.disktier import Disk
 from kslserve.sched.cache.saves import CachePolicy
 from kslserve.sched.scheduler import Job, SchedLimits, Scheduler
-from tests.tiny import tiny_arrays, tiny_spec, tiny_tensors
+from tests.tiny import tiny_arrays, tiny_spec, tiny_tensors, wide_spec
 from tests.world import Recorder
 
 POOLS = PoolSizes(
@@ -40,14 +40,14 @@ HOT = SamplingParams(
 PENALTIES = SamplingParams(temperature=0.0, presence_penalty=1.5, frequency_penalty=1.5)
 DRAFTS = 3
 
-Model = tuple[ModelSpec, list[TensorArg]]
+Model = tuple[ModelSpec, list[TensorArg], str]  # with the KV format
 each_sampling = pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "hot"])
 
 
-@pytest.fixture(scope="module")
-def model() -> Model:
-    spec = tiny_spec()
-    return spec, tiny_tensors(spec, tiny_arrays(spec, seed=3), "mixed")
+@pytest.fixture(scope="module", params=["bf16", "q4"])
+def model(request: pytest.FixtureRequest) -> Model:
+    spec = tiny_spec() if request.param == "bf16" else wide_spec()
+    return spec, tiny_tensors(spec, tiny_arrays(spec, seed=3), "mixed"), request.param
 
 
 class Drafting:
@@ -130,7 +130,8 @@ class Rig:
 async def rig(
     model: Model, policy: CachePolicy | None = POLICY, folder: Path | None = None, seqs: int = 3
 ) -> AsyncIterator[Rig]:
-    native = NativeEngine.open(*model, POOLS, kv_format="bf16", threads=1)
+    spec, tensors, kv = model
+    native = NativeEngine.open(spec, tensors, POOLS, kv_format=kv, threads=1)
     engine, thread = Drafting(native), DiskThread()
     scheduler = Scheduler(engine, replace(LIMITS, max_seqs=seqs, cache=policy), Metrics())
     if folder is not None:
