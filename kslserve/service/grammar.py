@@ -1,7 +1,8 @@
 """Grammars -> masks over the vocabulary, by the llguidance library.
 
-The library is loaded, and its table of the vocabulary built, at first use: that takes most of a
-second for a large vocabulary, and many servers never need it.
+The library is loaded, and its table of the vocabulary built, by `Grammars.build`, at the latest at
+first use. For a large vocabulary that takes most of a second in which the library holds the
+interpreter lock, so no other thread runs: servers do it before they are ready.
 """
 
 from __future__ import annotations
@@ -77,6 +78,10 @@ class Grammars:
             if len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
         return made
+
+    def build(self) -> None:
+        """Make the table now."""
+        self._ready()
 
     def ids(self, text: str) -> list[int]:
         """Ids whose bytes are those of the text."""

@@ -23,11 +23,11 @@ THREADS = 2
 
 
 class Guides:
-    """One per server. vocab: width of the engine's masks in ids."""
+    """One per server."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, grammars: Grammars) -> None:
         self._tokenizer = tokenizer
-        self.grammars = Grammars(tokenizer, vocab)
+        self.grammars = grammars
         self._kit: Kit | None = None
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._queue: SimpleQueue[Constraint | None] = SimpleQueue()
@@ -58,11 +58,6 @@ class Guides:
                 f"{path} cannot be enforced: it allows nothing, or is too complex.", param=path
             )
         return made
-
-    @property
-    def built(self) -> bool:
-        """The library's table of the vocabulary exists."""
-        return self.grammars.built
 
     def close(self) -> None:
         """Stop the workers; what waits is dropped."""

@@ -23,6 +23,7 @@ from kslserve.parse.stream import OutputParser
 from kslserve.sched.scheduler import Job, Scheduler, Sequence, Sink
 from kslserve.service.constrain import Constraint, call_on
 from kslserve.service.generation import Generation, OnEvents
+from kslserve.service.grammar import Grammars
 from kslserve.service.guides import Guides
 from kslserve.service.model import ServedModel
 from kslserve.service.prepare import Prepared, Preparer
@@ -87,17 +88,19 @@ class Service:
         scheduler: Scheduler,
         metrics: Metrics,
         *,
+        grammars: Grammars | None = None,
         recoveries: Recoveries | None = None,
         recover: bool = True,
         test_hooks: bool = False,
     ) -> None:
-        """recoveries: None counts them and keeps no text. recover: read calls that stray from the
-        format. test_hooks: obey Request.force."""
+        """grammars: as wide as the engine's masks; None makes them at first use. recoveries: None
+        counts them and keeps no text. recover: read calls that stray from the format. test_hooks:
+        obey Request.force."""
         self.model = model
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.preparer = preparer
-        self._guides = Guides(tokenizer, scheduler.vocab)
+        self._guides = Guides(tokenizer, grammars or Grammars(tokenizer, scheduler.vocab))
         self._recoveries = recoveries or Recoveries(metrics)
         self._recover = recover
         self._test_hooks = test_hooks

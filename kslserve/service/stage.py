@@ -116,8 +116,8 @@ class Stage:
 
 
 def refused(owner: Owner, matcher: LLMatcher, token: int) -> Stage:
-    """After an id that the matcher did not take. If the mask did not allow it either, it was chosen
-    by something other than sampling, a script, and from here on there is nothing to hold on to.
+    """After an id that the matcher did not take. If the mask did not allow it either, it was forced
+    and not sampled, and from here on there is nothing to hold on to.
     Raises ValueError if the matcher is at fault."""
     mask = owner.mask
     if mask is None or int(mask[token >> 5]) >> (token & 31) & 1:

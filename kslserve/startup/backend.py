@@ -22,6 +22,7 @@ from kslserve.ksl.model import ModelFile, read_texts
 from kslserve.ksl.open import open_model, open_source
 from kslserve.sched.cache.diskstore import DiskStore, Scan, StateSizes
 from kslserve.sched.spec.policy import SpecPolicy
+from kslserve.service.grammar import Grammars
 from kslserve.service.model import ServedModel
 from kslserve.service.turnstore import Kept, TurnStore
 from kslserve.startup.device import free_bytes, open_library, place
@@ -45,6 +46,7 @@ class Backend:
     tokenizer: Tokenizer
     template: ChatTemplate
     model: ServedModel
+    grammars: Grammars
     drafts: SpecPolicy | None
     disk: DiskStore | None
     scan: Scan | None
@@ -94,7 +96,12 @@ def open_backend(settings: Settings, log_line: Callable[[str], None]) -> Backend
             size = settings.prefix_cache_disk_bytes
             turns = TurnStore(disk.folder, disk.sizes.fingerprint, size)
             kept = turns.load()
-    return Backend(engine, tokenizer, template, served, drafts, disk, scan, turns, kept, lines)
+        grammars = Grammars(tokenizer, engine.info.vocab)
+        if model.tokenizer_json is not None:
+            grammars.build()  # later it would hold up every stream for most of a second
+    return Backend(
+        engine, tokenizer, template, served, grammars, drafts, disk, scan, turns, kept, lines
+    )
 
 
 def _tokenizer(settings: Settings, model: ModelFile, notes: list[str]) -> Tokenizer:

@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kslserve.core.sampling import SamplingParams
 from kslserve.core.usage import FinishReason
+from kslserve.engine.fakestate import Timeline
 from kslserve.engine.model import PoolSizes
 from kslserve.engine.scripted import Script, ScriptedEngine, ScriptedTokenizer
+from kslserve.engine.types import SlotConfig
 from kslserve.errors import UsageError
 from kslserve.metrics import Metrics
 from kslserve.sched.scheduler import Job, SchedLimits, Scheduler
@@ -34,6 +37,7 @@ class Talk:
 
     def __init__(self, tokenizer: Tokenizer, outputs: list[dict[str, Any]]) -> None:
         script = Script({"outputs": outputs}, tokenizer.size)
+        self.base, self.texts = script.base, script.texts
         self.tokenizer = ScriptedTokenizer(tokenizer, script)
         self.engine = ScriptedEngine(SIZES, script, self.tokenizer)
         self.scheduler = Scheduler(self.engine, LIMITS, Metrics())
@@ -142,3 +146,56 @@ def test_script_files(tmp_path: Path) -> None:
     path.write_text(json.dumps({"outputs": [{"chunks": ["a", "b", "a"]}]}), encoding="utf-8")
     script = Script.load(str(path), 10)
     assert script.outputs[0].ids == (11, 12, 11)
+
+
+def masked(talk: Talk, texts: str, *ids: int) -> list[int]:
+    """What a slot samples until its end under a mask that allows the tokenizer's ids made of these
+    characters, and `ids`."""
+    width = talk.engine.info.vocab
+    mask = np.zeros((width + 31) // 32, np.uint32)
+    found = talk.tokenizer.bytes_of[: talk.base]
+    fits = [i for i, text in enumerate(found) if text and not set(text) - set(texts.encode())]
+    for token in (*fits, *ids):
+        mask[token >> 5] |= np.uint32(1 << (token & 31))
+    slot, timeline, sampled = talk.engine.state.slots[0], Timeline(), []
+    slot.configure(SlotConfig(SamplingParams(), 1, (END,)))
+    slot.mask = mask
+    timeline.append(1)
+    for _ in range(12):
+        token = talk.engine.state.model.token(slot, timeline)
+        assert int(mask[token >> 5]) >> (token & 31) & 1
+        sampled.append(token)
+        if token == END:
+            break
+    return sampled
+
+
+END = 3  # allowed as an end where a test says so
+
+
+def text_of(talk: Talk, ids: list[int]) -> str:
+    return b"".join(map(talk.tokenizer.token_bytes, ids)).decode()
+
+
+async def test_a_chunk_that_the_mask_allows_is_one_token(tokenizer: Tokenizer) -> None:
+    talk = Talk(tokenizer, [{"chunks": ["12", "x", "34"]}])
+    chunk = talk.base + talk.texts.index(b"12")
+    sampled = masked(talk, "1234", chunk, END)
+    assert sampled[0] == chunk
+    assert sampled[-1] == END
+    assert text_of(talk, sampled[:-1]) == "1234"
+
+
+async def test_forbidden_text_is_left_out(tokenizer: Tokenizer) -> None:
+    talk = Talk(tokenizer, [{"chunks": ["Sure: é🙂", "a 12", "3 ", "ok"]}])
+    sampled = masked(talk, "123", END)
+    assert text_of(talk, sampled[:-1]) == "123"
+    assert sampled[-1] == END
+    assert max(sampled) < talk.base
+
+
+async def test_after_the_script_anything_allowed_goes_on(tokenizer: Tokenizer) -> None:
+    talk = Talk(tokenizer, [{"chunks": ["no"]}])
+    sampled = masked(talk, "7")
+    assert set(text_of(talk, sampled)) == {"7"}
+    assert len(sampled) == 12

@@ -16,6 +16,7 @@ from kslserve.core.request import Message, Request, ResponseFormat, Role, ToolCh
 from kslserve.core.usage import FinishReason
 from kslserve.parse.stream import OutputParser
 from kslserve.service.constrain import Constraint
+from kslserve.service.grammar import Grammars
 from kslserve.service.guides import Guides
 from kslserve.text.tokenizer import Tokenizer
 
@@ -30,7 +31,7 @@ def nano() -> Tokenizer:
 @functools.cache
 def guides() -> Guides:
     """Wider than the vocabulary, as engines are."""
-    return Guides(nano(), nano().size + 70)
+    return Guides(nano(), Grammars(nano(), nano().size + 70))
 
 
 def request(**fields: Any) -> Request:

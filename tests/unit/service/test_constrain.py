@@ -13,6 +13,7 @@ import pytest
 
 from kslserve.errors import InvalidRequest, KslError
 from kslserve.service.constrain import Constraint
+from kslserve.service.grammar import Grammars
 from tests.unit.service.guiding import (
     Guides,
     ResponseFormat,
@@ -456,7 +457,7 @@ async def test_requests_without_rules_have_no_guide() -> None:
 
 
 def test_an_id_outside_of_the_mask_ends_the_hold() -> None:
-    """A scripted engine may say anything."""
+    """Forced output may say anything."""
     run = Run(request(response_format=ResponseFormat()))
     run.guide.advance(ids_of("no"))
     assert run.guide.wait(10.0)
@@ -517,11 +518,12 @@ def test_a_fault_in_following_ends_only_this_generation() -> None:
 
 
 def test_a_budget_alone_needs_no_grammar() -> None:
-    fresh = Guides(nano(), nano().size)
+    grammars = Grammars(nano(), nano().size)
+    fresh = Guides(nano(), grammars)
     assert fresh.make_now(request(reasoning_budget=5), True).ready
-    assert not fresh.built
+    assert not grammars.built
     fresh.make_now(request(response_format=ResponseFormat()), False)
-    assert fresh.built
+    assert grammars.built
     fresh.close()
 
 

@@ -1,0 +1,30 @@
+"""Opening everything that serving needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kslserve.config import Settings
+from kslserve.startup.backend import open_backend
+from tests.unit.ksl.ksl_build import folder
+
+
+@pytest.mark.parametrize("engine", ["native", "fake"])
+def test_the_table_of_the_vocabulary_is_there_before_anybody_is_served(engine: str) -> None:
+    """Building it holds the interpreter lock, so it must not happen beside streams."""
+    backend = open_backend(Settings(engine=engine, kv_tokens=256, max_seqs=1), print)
+    try:
+        assert backend.grammars.built
+        assert backend.grammars.words == (backend.engine.info.vocab + 31) // 32
+    finally:
+        backend.engine.close()
+
+
+def test_without_a_tokenizer_there_is_none(tmp_path: Path) -> None:
+    backend = open_backend(
+        Settings(model=str(folder(tmp_path / "m")), kv_tokens=256, max_seqs=1), print
+    )
+    assert not backend.grammars.built
+    backend.engine.close()
