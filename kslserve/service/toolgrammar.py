@@ -7,7 +7,10 @@ A call is written in segments, each with a grammar of its own, cut where tokens 
     body     "<parameter=" KEY ">\\n"  or  "</function>\\n" </tool_call>
     value    VALUE "\\n</parameter>\\n"; VALUE is JSON, or what `enum` or `pattern` allow
 
-A value that may be any string has no grammar; `freevalue` finds its end.
+A value that may be any string has no grammar; `freevalue` finds its end. A string with a small
+`maxLength` is one line of that many characters. Larger limits, and a `minLength` without one, are
+not enforced: to count, every position of a long text would need a mask, and over raw text the
+library takes milliseconds for one.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ _VALUE_END = "\n</parameter>\n"
 _CALL_END = "</function>\n"
 _BREAKERS = frozenset("<>\n\r")
 _DEPTH_MAX = 8
+_LENGTH_MAX = 200  # characters of a string that is held to its length
 
 
 def name_grammar(names: Iterable[str], *, opened: bool) -> str:
@@ -114,6 +118,9 @@ def _forms(schema: Any, root: dict[str, Any], depth: int) -> list[str] | None:
         return _forms(_definition(reference, root), root, depth + 1)
     if schema.get("type") == "string" and isinstance(schema.get("pattern"), str):
         return [_pattern(schema["pattern"])]
+    most = schema.get("maxLength")
+    if schema.get("type") == "string" and type(most) is int and most <= _LENGTH_MAX:
+        return [_line(schema.get("minLength"), most)]
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
             return _union(schema[key], root, depth)
@@ -167,6 +174,14 @@ def _pattern(pattern: str) -> str:
         return f"/{regex_to_lark(whole, 'dw')}/"
     except ValueError as error:
         raise GrammarError(f"pattern {pattern}: {error}") from error
+
+
+def _line(least: Any, most: int) -> str:
+    """One line of [least, most] characters."""
+    low = least if type(least) is int and least > 0 else 0
+    if most < low:
+        raise GrammarError(f"maxLength {most} is below minLength {low}")
+    return f"/[^\\n]{{{low},{most}}}/" if most else '""'
 
 
 def _one_of(texts: Iterable[str]) -> str:

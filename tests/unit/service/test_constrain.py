@@ -237,6 +237,31 @@ def test_any_call_of_a_strict_tool_has_exact_arguments(seed: int) -> None:
     assert run.answer() == "I will."
 
 
+@pytest.mark.parametrize(("least", "most"), [(0, 0), (0, 4), (3, 3), (1, 200)])
+def test_short_strings_are_held_to_their_length(least: int, most: int) -> None:
+    title = {"type": "string", "minLength": least, "maxLength": most}
+    wanted = request(
+        tools=(tool("commit", {"title": title, "body": {"type": "string"}}),),
+        tool_choice=ToolChoice.NAMED,
+        tool_name="commit",
+    )
+    for seed in range(4):
+        run = Run(wanted, seed=seed, free=lambda text: "" if "</f" in text else "b\n</parameter>")
+        run.finish(3000)
+        ((_, arguments),) = run.calls("<tool_call>\n<function=commit>\n")
+        assert least <= len(arguments["title"]) <= most
+        assert arguments["body"].strip() == "b"
+
+
+def test_long_strings_stay_free() -> None:
+    """Lengths that would need a mask at every position are the model's business."""
+    for limits in ({"minLength": 1}, {"maxLength": 5000}, {"minLength": 2, "maxLength": 201}):
+        free = {"type": "string", **limits}
+        run = Run(request(tools=(tool("write", {"text": free}),)))
+        run.say("<tool_call>\n<function=write>\n<parameter=text>\n")
+        assert len(allowed(run.guide.mask)) > nano().size
+
+
 def test_no_mask_inside_of_free_text() -> None:
     run = Run(request(tools=(EDIT,)))
     run.say("Fine.")
