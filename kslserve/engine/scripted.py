@@ -13,8 +13,9 @@ the other state (inside an opened `<think>` or not), the missing tag is put befo
 in the same token. first_ms: time before the first token; delay_ms: before each later one.
 prompt_ms: time of a wave that computes a part of a prompt other than its last.
 
-Once a mask forbids a chunk, the text that is left is sampled in the tokenizer's own ids; what the
-mask does not allow is left out, as if the model had thought better of it.
+Once there is a mask, the text that is left is sampled in the tokenizer's own ids, control tokens
+included; what the mask does not allow is left out, as if the model had thought better of it, and
+where it does not allow the end, the text goes on with what closes it.
 
 Chunks have ids of their own behind the tokenizer's vocabulary, so whoever turns ids into text must
 use `ScriptedTokenizer(tokenizer, script)` in place of the tokenizer, and the engine gets the same:
@@ -43,6 +44,7 @@ OPENED = "<think>\n"
 CLOSE = "</think>\n\n"
 END_KINDS = ("stop", "length")
 KEYS = {"match", "chunks", "end", "thinking", "first_ms", "delay_ms"}
+CLOSERS = (b"</think>", b'"', b"}", b"]")
 TAIL_TOKENS = 16  # enough of a prompt's end to see whether thinking is open
 
 
@@ -159,7 +161,7 @@ class ScriptedTokenizer:
 @dataclass(slots=True)
 class _Playing:
     """An output being played in a slot. ids: all that it samples before its end. rest: the text
-    that is left once a mask forbade a chunk."""
+    that is left once there was a mask."""
 
     output: Output
     ids: tuple[int, ...]
@@ -189,22 +191,23 @@ class ScriptModel(HashModel):
                 continue
             if playing.at == len(playing.ids):
                 return self._end(slot, playing.output)
-            token = playing.ids[playing.at]
-            if _allows(mask, token):
+            if mask is None:
                 playing.at += 1
-                return token
+                return playing.ids[playing.at - 1]
             left = playing.ids[playing.at :]
             playing.at = len(playing.ids)
             playing.rest = b"".join(map(self._tokenizer.token_bytes, left))
 
     def _end(self, slot: Slot, output: Output) -> int:
-        """What comes after the script: its end, or the first id that the mask allows."""
+        """What comes after the script: its end, or something that the mask allows."""
         assert slot.config is not None
         wanted: tuple[int, ...] = (self._script.filler,)
         if output.end == "stop":
             wanted = slot.config.stop_ids or self._tokenizer.end_of_turn_ids or wanted
+        if slot.mask is not None:
+            wanted += tuple(self._ids().get(text, -1) for text in CLOSERS)
         for token in wanted:
-            if _allows(slot.mask, token):
+            if token >= 0 and _allows(slot.mask, token):
                 return token
         bits = np.unpackbits(slot.mask.view(np.uint8), bitorder="little")[: self.limit]
         return int(bits.argmax()) if bits.any() else -1
@@ -212,18 +215,23 @@ class ScriptModel(HashModel):
     def _piece(self, text: bytes, mask: Any) -> tuple[int, int]:
         """(id of the longest start of the text that may come next, its bytes); (-1, bytes of one
         character) where there is none."""
-        if not self._by_bytes:
-            texts = ((self._tokenizer.token_bytes(i), i) for i in range(self._script.base))
-            self._by_bytes = {text: i for text, i in texts if text}
-            self._longest = max(map(len, self._by_bytes))
+        ids = self._ids()
         for size in range(min(self._longest, len(text)), 0, -1):
-            token = self._by_bytes.get(text[:size], -1)
+            token = ids.get(text[:size], -1)
             if token >= 0 and _allows(mask, token):
                 return token, size
         size = 1
         while size < len(text) and text[size] & 0xC0 == 0x80:
             size += 1
         return -1, size
+
+    def _ids(self) -> dict[bytes, int]:
+        """The tokenizer's own ids by their bytes."""
+        if not self._by_bytes:
+            texts = ((self._tokenizer.token_bytes(i), i) for i in range(self._script.base))
+            self._by_bytes = {text: i for text, i in texts if text}
+            self._longest = max(map(len, self._by_bytes))
+        return self._by_bytes
 
     def _playing(self, slot: Slot, prompt: list[int]) -> _Playing:
         """The output of the request in this slot; chosen when its prompt is complete."""

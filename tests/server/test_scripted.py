@@ -19,22 +19,27 @@ SCHEMA = {
 }
 
 
+@pytest.mark.parametrize("thinking", [False, True])
 @pytest.mark.parametrize(
     ("chunks", "content"),
     [
         ([*'{"count": 12, "unit": "km"}'], '{"count": 12, "unit": "km"}'),
         (['Sure: {"count": 12', ', "unit": "km"} is it.'], '{"count": 12, "unit": "km"}'),
         (['{"count": 12, "unit": "miles"', "}"], '{"count": 12, "unit": "m"}'),
+        (["Well", "\n", '{"count": 12, "unit": "m"}'], '{"count": 12, "unit": "m"}'),
+        (['{"count": 12, "un'], '{"count": 12, "unit":"km"}'),
     ],
 )
-def test_a_script_is_held_to_a_schema(tmp_path: Path, chunks: list[str], content: str) -> None:
+def test_a_script_is_held_to_a_schema(
+    tmp_path: Path, chunks: list[str], content: str, thinking: bool
+) -> None:
     """As a model is: text outside of the schema cannot be said."""
     wanted = {"type": "json_schema", "json_schema": {"name": "out", "schema": SCHEMA}}
     body: dict[str, Any] = {
         "model": "m",
         "messages": [{"role": "user", "content": "hi"}],
         "response_format": wanted,
-        "enable_thinking": False,
+        "enable_thinking": thinking,
     }
     with serving(script_settings(tmp_path, [{"chunks": chunks, "thinking": False}])) as server:
         status, _, text = post(server, "/v1/chat/completions", json.dumps(body).encode())

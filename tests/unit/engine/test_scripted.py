@@ -177,13 +177,15 @@ def text_of(talk: Talk, ids: list[int]) -> str:
     return b"".join(map(talk.tokenizer.token_bytes, ids)).decode()
 
 
-async def test_a_chunk_that_the_mask_allows_is_one_token(tokenizer: Tokenizer) -> None:
-    talk = Talk(tokenizer, [{"chunks": ["12", "x", "34"]}])
-    chunk = talk.base + talk.texts.index(b"12")
-    sampled = masked(talk, "1234", chunk, END)
-    assert sampled[0] == chunk
+async def test_under_a_mask_text_is_made_of_the_tokenizers_ids(tokenizer: Tokenizer) -> None:
+    talk = Talk(tokenizer, [{"chunks": ["12", "x", "34</think>", "5"]}])
+    close = tokenizer.id_of("</think>")
+    assert close is not None
+    sampled = masked(talk, "12345", talk.base + talk.texts.index(b"12"), close, END)
     assert sampled[-1] == END
-    assert text_of(talk, sampled[:-1]) == "1234"
+    assert text_of(talk, sampled[:-1]) == "1234</think>5"
+    assert close in sampled
+    assert max(sampled) < talk.base
 
 
 async def test_forbidden_text_is_left_out(tokenizer: Tokenizer) -> None:
@@ -199,3 +201,5 @@ async def test_after_the_script_anything_allowed_goes_on(tokenizer: Tokenizer) -
     sampled = masked(talk, "7")
     assert set(text_of(talk, sampled)) == {"7"}
     assert len(sampled) == 12
+    talk = Talk(tokenizer, [{"chunks": ["7"]}])
+    assert text_of(talk, masked(talk, '7"')[:3]) == '7""', "what closes comes first"
