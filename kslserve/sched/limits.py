@@ -94,8 +94,8 @@ class SchedMetrics:
     """The registry's objects, looked up once."""
 
     __slots__ = (
-        "blocks", "cache", "ends", "events", "gap", "output_tokens", "prompt_tokens", "requests",
-        "saved", "slabs", "tier_bytes", "tiers", "wave", "waves",
+        "blocks", "cache", "drafts", "ends", "events", "gap", "output_tokens", "prompt_tokens",
+        "requests", "rounds", "saved", "slabs", "tier_bytes", "tiers", "wave", "waves",
     )  # fmt: skip
 
     def __init__(self, metrics: Metrics) -> None:
@@ -125,6 +125,11 @@ class SchedMetrics:
             "prefix_cache_events_total", "Admissions from checkpoints, and what was done to them",
             "kind",
         )  # fmt: skip
+        self.drafts = metrics.labelled(
+            "speculative_tokens_total", "Drafts that were verified, and those that agreed", "kind"
+        )
+        self.drafts["drafted"].value = self.drafts["committed"].value = 0
+        self.rounds = metrics.counter("speculative_rounds_total", "Rows that verified drafts")
         self.saved = metrics.counter(
             "prefix_cache_tokens_saved_total", "Prompt positions that were not computed"
         )

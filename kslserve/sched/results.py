@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kslserve.core.usage import FinishReason
-from kslserve.engine.types import Done, RowDone
+from kslserve.engine.types import Done, RowDone, RowKind
 from kslserve.errors import BadLogits
 from kslserve.sched.cache.manager import PrefixCache
 from kslserve.sched.limits import SchedMetrics
@@ -79,6 +79,10 @@ class Results:
         tokens = result.tokens
         drafter, speculator = sequence.drafter, self._speculator
         if drafter is not None and speculator is not None:
+            if sequence.row.kind is RowKind.VERIFY:
+                self._metrics.rounds.inc()
+                self._metrics.drafts["drafted"].inc(sequence.row.n - 1)
+                self._metrics.drafts["committed"].inc(result.accepted)
             self._outgoing.steady &= not speculator.learn(sequence, drafter, result)
         if tokens:
             sequence.rounds += 1

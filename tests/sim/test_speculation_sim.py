@@ -315,3 +315,15 @@ def test_drafts_that_come_true_as_often_as_wanted(rate: float) -> None:
         # Of a chain of 4, so many are right before the first wrong one.
         expected = sum(rate**i for i in range(1, 5)) / 4
         assert abs(stats.mtp_accepted / stats.mtp - expected) < 0.15
+
+
+def test_metrics_count_rounds_and_drafts() -> None:
+    world = world_of(ALWAYS, HashModel(512))
+    got = world.submit(job(20, 120, seed=3))
+    world.run()
+    stats = stats_of(got)
+    drafts = world.metrics.labelled("speculative_tokens_total", "", "")
+    assert (drafts["drafted"].value, drafts["committed"].value) == (stats.drafted, stats.accepted)
+    rounds = world.metrics.counter("speculative_rounds_total", "").value
+    assert 0 < rounds <= stats.drafted
+    assert rounds + stats.accepted <= len(got.ids)
