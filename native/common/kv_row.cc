@@ -22,13 +22,14 @@ void put_half(void *at, int index, float value) {
   memcpy(static_cast<uint8_t *>(at) + 2 * index, &bits, 2);
 }
 
+// The largest magnitude; NaN if there is one, since its bits are above all others.
 float absmax(const float *x, int n) {
-  float most = 0;
+  int32_t most = 0;
   for (int i = 0; i < n; i++) {
-    const float a = fabsf(x[i]);
-    most = a > most || a != a ? a : most;
+    const int32_t magnitude = static_cast<int32_t>(float_bits(x[i]) & 0x7fffffffu);
+    most = magnitude > most ? magnitude : most;
   }
-  return most;
+  return bits_float(static_cast<uint32_t>(most));
 }
 
 // rint of x clamped to [low, high], integers below 2^22: adding 1.5 * 2^23 rounds half to even.
@@ -36,6 +37,18 @@ inline float clamp_round(float x, float low, float high) {
   x = x < high ? x : high;
   x = x > low ? x : low;
   return (x + 12582912.0f) - 12582912.0f;
+}
+
+// f32_to_e4m3 without branches, which compilers turn into vectors.
+inline uint8_t e4m3_of(float v) {
+  const uint32_t bits = float_bits(v), magnitude = bits & 0x7fffffffu;
+  const uint32_t normal = ((magnitude + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20) - (120u << 3);
+  const uint32_t small =
+      float_bits(bits_float(magnitude) * 0x1p9f + 12582912.0f) - float_bits(12582912.0f);
+  uint32_t code = magnitude < 0x3c800000u ? small : normal;  // 2^-6
+  code = magnitude >= 0x43e00000u ? 0x7eu : code;            // 448
+  code = magnitude > 0x7f800000u ? 0x7fu : code;
+  return static_cast<uint8_t>((bits >> 24 & 0x80u) | code);
 }
 
 void encode_fp8(const float *x, int d, uint8_t *codes, void *scale_out) {
@@ -46,9 +59,9 @@ void encode_fp8(const float *x, int d, uint8_t *codes, void *scale_out) {
     if (fraction == 0.5) e--;
     e = e < -126 ? -126 : e;
   }
-  const double factor = ldexp(1.0, -e);
-  for (int i = 0; i < d; i++) codes[i] = f32_to_e4m3(static_cast<float>(x[i] * factor));
-  const float scale = static_cast<float>(ldexp(1.0, e));
+  const float factor = bits_float(static_cast<uint32_t>(127 - e) << 23);
+  for (int i = 0; i < d; i++) codes[i] = e4m3_of(x[i] * factor);
+  const float scale = bits_float(static_cast<uint32_t>(127 + e) << 23);
   memcpy(scale_out, &scale, 4);
 }
 
@@ -91,30 +104,29 @@ float symmetric_scale(const float *x, int n, float levels) {
   return f16_to_f32(f32_to_f16(scale < 65504.0f ? scale : 65504.0f));
 }
 
+// A scale that rounds to 0 leaves no magnitude: every code is 0.
+float step_of(float scale) {
+  return scale == 0 ? INFINITY : scale;
+}
+
 void encode_int8(const float *x, int d, uint8_t *codes, void *scales) {
   for (int g = 0; g < d / 64; g++) {
-    const float scale = symmetric_scale(x + 64 * g, 64, 127.0f);
+    const float scale = symmetric_scale(x + 64 * g, 64, 127.0f), step = step_of(scale);
     put_half(scales, g, scale);
-    for (int i = 64 * g; i < 64 * g + 64; i++) {
-      // A scale that rounds to 0 makes an infinite or undefined quotient: no magnitude is left.
-      const float q = scale == 0 ? 0 : clamp_round(x[i] / scale, -127.0f, 127.0f);
-      codes[i] = static_cast<uint8_t>(static_cast<int8_t>(q));
-    }
+    for (int i = 64 * g; i < 64 * g + 64; i++)
+      codes[i] = static_cast<uint8_t>(static_cast<int>(clamp_round(x[i] / step, -127.0f, 127.0f)));
   }
 }
 
 void encode_int4(const float *x, int d, uint8_t *codes, void *scales) {
   for (int g = 0; g < d / 32; g++) {
-    const float scale = symmetric_scale(x + 32 * g, 32, 7.0f);
+    const float scale = symmetric_scale(x + 32 * g, 32, 7.0f), step = step_of(scale);
     put_half(scales, g, scale);
-    for (int i = 0; i < 16; i++) {
-      int pair[2];
-      for (int j = 0; j < 2; j++) {
-        const float v = x[32 * g + 2 * i + j];
-        pair[j] = scale == 0 ? 8 : static_cast<int>(clamp_round(v / scale, -7.0f, 7.0f)) + 8;
-      }
-      codes[16 * g + i] = static_cast<uint8_t>(pair[0] | pair[1] << 4);
-    }
+    int code[32];
+    for (int i = 0; i < 32; i++)
+      code[i] = static_cast<int>(clamp_round(x[32 * g + i] / step, -7.0f, 7.0f)) + 8;
+    for (int i = 0; i < 16; i++)
+      codes[16 * g + i] = static_cast<uint8_t>(code[2 * i] | code[2 * i + 1] << 4);
   }
 }
 
