@@ -122,6 +122,7 @@ class LargeVocabulary:
         for name, token in self._control.items():
             self.bytes_of[token] = name.encode()
         self._ranks = ranks
+        self.texts: dict[int, str] = {}
         self.control_tokens = tuple(self._control)
         plain = ("<think>", "</think>", "<tool_call>", "</tool_call>")
         self.special_ids = frozenset(i for t, i in self._control.items() if t not in plain)
