@@ -8,8 +8,8 @@ run, and llama.cpp beside it where it is present.
 `--model synth:0.8b` is a random model of that shape. Decode: `ratio` is the weight bytes of a token
 over the time of a wave, as a share of the rate at which all threads read that many bytes, measured
 right before and after (the higher one counts). It is for one stream the share of what memory
-allows; for more streams the gain over one is `times`. KV rows of a decode cell hold whatever the
-pool holds, which costs the same to read. Prefill: `ratio` is 2 operations per layer weight and
+allows; for more streams the gain over one is `times`. KV rows of a decode cell are zeros,
+which cost the same to read as others. Prefill: `ratio` is 2 operations per layer weight and
 token over the peak of the arithmetic unit in use. All rates are from medians.
 """
 
@@ -146,6 +146,9 @@ async def measure(args: argparse.Namespace, report: Report, program: Program) ->
     runner = Runner(engine)
     wave = Wave(0)
     setup(wave, most, per_slot)
+    # Blocks that nobody wrote share one page of zeros, which would be read from the cache.
+    blank = np.zeros(info.block_bytes, np.uint8)
+    wave.before += [StateOp(OpKind.LOAD_BLOCK, b, data=blank) for b in range(pools.blocks)]
     await runner.run(wave)
     rng = np.random.default_rng(1)
     await prefill(runner, rng.integers(0, limit, 64, dtype=np.int32), args.columns)
