@@ -23,6 +23,7 @@ STATUS_LINES: dict[int, bytes] = {
 }
 CONTINUE = STATUS_LINES[100] + b"\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
+_CHUNK_HEADS = tuple(b"%x\r\n" % size for size in range(1024))
 STREAM_HEADERS: tuple[Header, ...] = (("cache-control", "no-cache"), ("x-accel-buffering", "no"))
 REQUEST_ID_MAX = 256
 
@@ -187,10 +188,8 @@ class Reply:
             return
         if self.paused:
             self._pending += data
-        elif self._chunked:
-            self._outlet.send_bytes(b"%x\r\n%b\r\n" % (len(data), data))
         else:
-            self._outlet.send_bytes(data)
+            self._outlet.send_bytes(self._framed(data))
 
     def finish(self, last: bytes = b"") -> None:
         """End the stream, after a last part."""
@@ -251,7 +250,11 @@ class Reply:
         return [] if self.paused else list(self._drain_callbacks)
 
     def _framed(self, data: bytes) -> bytes:
-        return b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
+        if not self._chunked:
+            return data
+        size = len(data)
+        head = _CHUNK_HEADS[size] if size < len(_CHUNK_HEADS) else b"%x\r\n" % size
+        return b"".join((head, data, b"\r\n"))
 
     def _head(self, status: int, own: list[Header], headers: Iterable[Header]) -> bytes:
         if self.started:

@@ -202,7 +202,7 @@ class Sequence:
         self.drafter: Drafter | None = None
         # One row for every wave: in decode only its start and its token change.
         self._next = [0]
-        self.row = Row(RowKind.PREFILL, -1, -1, 0, 1, self._next)
+        self.row = Row(RowKind.PREFILL, -1, -1, 0, 1, [])
 
     @property
     def output_tokens(self) -> int:
@@ -287,10 +287,12 @@ class Sequence:
     def aim_decode(self, token: int) -> None:
         """Make the row feed the last sampled token and sample the next."""
         row = self.row
-        row.kind = RowKind.LAST
         row.start = self.computed
-        row.n = 1
         self._next[0] = token
+        if row.tokens is self._next and not row.propose:
+            return  # it was such a row before
+        row.kind = RowKind.LAST
+        row.n = 1
         row.tokens = self._next
         row.draft = Draft.NONE
         row.propose = 0
