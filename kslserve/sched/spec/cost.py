@@ -13,7 +13,7 @@ PLAIN_FIRST = 3  # plain waves that are timed before anything is drafted beside 
 PLAIN_EVERY = 64  # waves after which a plain one is due
 SURPRISE, SOON = 0.2, 4  # the same where times are off by this part on the average
 SURE = 3  # measurements of which the least counts: the first ones of a shape are slow
-HOPE = 0.1  # part by which a figure is taken lower for each measurement that it is short of SURE
+HOPE = 0.07  # part by which a figure is taken lower for each measurement that it is short of SURE
 STALE = 1024  # waves after which a figure is measured again before it is believed
 GUESS = 0.15  # of the time of a plain wave: what each further column is thought to cost at first
 
@@ -36,7 +36,9 @@ class _Figure:
 
 
 class RowCosts:
-    """Times of waves of a fixed number of decode rows, by their columns."""
+    """Times of waves of a fixed number of decode rows, by their columns. That of plain waves is
+    kept in milliseconds, the others as multiples of it: what changes all of them leaves those
+    alone."""
 
     __slots__ = ("_figures", "_known", "_plain_off", "_surprise", "_waves", "rows")
 
@@ -61,6 +63,10 @@ class RowCosts:
     def observe(self, columns: int, ms: float) -> None:
         self._waves += 1
         figure = self._figures.get(columns)
+        if columns != self.rows:
+            if self.rows not in self._figures:
+                return
+            ms /= self._figures[self.rows].ms
         if figure is None:
             figure = self._figures[columns] = _Figure(ms)
             self._known = sorted(self._figures)
@@ -77,18 +83,20 @@ class RowCosts:
     def ms(self, columns: int) -> float:
         """Expected time of a wave; measured plain waves are a condition. Hopeful where little was
         measured, or it would never be."""
+        plain = self._figures[self.rows].ms
+        if columns == self.rows:
+            return plain
         figure = self._figures.get(columns)
-        if figure is not None and self._waves - figure.seen < STALE:
-            if figure.count >= SURE:
-                return figure.ms
-            return figure.ms * (1.0 - HOPE * (SURE - figure.count))
-        return self._between(columns) * (1.0 - HOPE * SURE)
+        if figure is None or self._waves - figure.seen >= STALE:
+            return plain * self._between(columns)
+        if figure.count >= SURE:
+            return plain * figure.ms
+        return plain * max(1.0, figure.ms * (1.0 - HOPE * (SURE - figure.count)))
 
     def _between(self, columns: int) -> float:
-        """On the line between the nearest columns that were measured, or beyond the last of them
-        as steep as from the plain wave to it."""
+        """The multiple on the line between the nearest columns that were measured, or beyond the
+        last of them as steep as from the plain wave to it; a hopeful one."""
         figures = self._figures
-        plain = figures[self.rows].ms
         low, high = self.rows, 0
         for known in self._known:
             if known < columns:
@@ -96,13 +104,14 @@ class RowCosts:
             elif known > columns:
                 high = known
                 break
+        least = figures[low].ms if low > self.rows else 1.0
         if high:
-            part = (columns - low) / (high - low)
-            return figures[low].ms + part * (figures[high].ms - figures[low].ms)
-        slope = GUESS * plain / self.rows
-        if low > self.rows:
-            slope = max(0.0, (figures[low].ms - plain) / (low - self.rows))
-        return figures[low].ms + slope * (columns - low)
+            slope = max(0.0, (figures[high].ms - least) / (high - low))
+        elif low > self.rows:
+            slope = max(0.0, (least - 1.0) / (low - self.rows))
+        else:
+            slope = GUESS / self.rows
+        return max(least, (least + slope * (columns - low)) * (1.0 - HOPE * SURE))
 
 
 class WaveCosts:

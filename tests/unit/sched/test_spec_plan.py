@@ -77,12 +77,13 @@ def test_costs_are_learnt_by_rows_and_columns() -> None:
         costs.observe(2, 10.0)
     assert costs.ms(2) == pytest.approx(10.0)
     hopeful = 1.0 - HOPE * SURE
-    assert costs.ms(4) == pytest.approx((10.0 + 2 * GUESS * 10.0 / 2) * hopeful)
+    assert costs.ms(4) == pytest.approx(10.0)  # no less than plain
+    assert costs.ms(12) == pytest.approx((10.0 + 10 * GUESS * 10.0 / 2) * hopeful)
     for _ in range(5):
         costs.observe(10, 18.0)
     assert costs.ms(10) == pytest.approx(18.0)
-    assert costs.ms(6) == pytest.approx(14.0 * hopeful)
-    assert costs.ms(12) == pytest.approx(20.0 * hopeful)
+    assert costs.ms(6) == pytest.approx(max(10.0, 14.0 * hopeful))
+    assert costs.ms(12) == pytest.approx(max(18.0, 20.0 * hopeful))
     costs.observe(6, 16.0)
     assert costs.ms(6) == pytest.approx(16.0 * (1.0 - 2 * HOPE))
     costs.observe(6, 14.0)
@@ -120,6 +121,18 @@ def test_when_a_plain_wave_is_due() -> None:
         waves += 1
     assert plain >= 3
     assert waves < 30
+
+
+def test_what_changes_all_times_changes_no_ratio() -> None:
+    costs = RowCosts(1)
+    for ms in (10.0, 20.0):
+        for _ in range(40):
+            costs.observe(1, ms)
+        for _ in range(4):
+            costs.observe(4, 1.5 * ms)
+    for _ in range(40):
+        costs.observe(1, 5.0)
+    assert costs.ms(4) / costs.ms(1) == pytest.approx(1.5, rel=0.05)
 
 
 def test_an_old_figure_is_not_believed_for_ever() -> None:
