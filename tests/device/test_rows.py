@@ -68,15 +68,15 @@ def test_whole_split_and_decode_made(driver: Driver) -> None:
 
 @pytest.mark.parametrize("kv", ["q4", "fp8", "bf16"])
 def test_short_rows_of_full_heads(opened: Opener, kv: str) -> None:
-    """Decode, short rows and VERIFY at the heads of the 27B: the same bits, whatever shares the
-    wave."""
+    """Decode, short rows and VERIFY at the heads of the 27B: the same bits, whatever shares a wave
+    of no more columns than the products of decode take."""
     spec = spec_named("27b-heads")
     driver = opened(spec, tiny_tensors(spec, tiny_arrays(spec), "nvfp4"), kv=kv, wave_columns=300)
     plain = driver.begin(0)
     plain.prefill(IDS[:60], [1] * 59)
     expected = [plain.last(IDS[60:61]), *plain.decode(20)]
     other = driver.begin(1)
-    rows = [other.row(RowKind.PREFILL, IDS[:37]), driver.begin(2).row(RowKind.PREFILL, IDS[7:140])]
+    rows = [other.row(RowKind.PREFILL, IDS[:37]), driver.begin(2).row(RowKind.PREFILL, IDS[7:27])]
     other.position = driver.wave(rows).rows[0].position
     other.prefill(IDS[37:60], [9])
     drafts = [*expected[:9], (expected[9] + 1) % 199]

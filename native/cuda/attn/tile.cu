@@ -511,17 +511,30 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && kFormat != KSL_KV_BF1
            (head * group + p % group) * kDim;
   };
   const int slots = kTiles == 1 ? 1 : (used == 1 ? 1 : kTiles);
-  for (int i = threadIdx.x; i < slots * kSteps * 32; i += kThreads) {
-    const int l = i & 31, s = i / 32 % kSteps, m = i / 32 / kSteps;
-    const int pair = m * 8 + (l >> 2);
-    uint4 out = {};
-    if (pair < w.pairs) {
-      const float *q = query_at(pair);
-      const int d0 = dim_of<kFormat>(s, 0, l & 3), d1 = dim_of<kFormat>(s, 1, l & 3);
-      halves<L::kBf16>(q[d0] * unit, q[d0 + kPairStep<kFormat>] * unit, &out.x, &out.y);
-      halves<L::kBf16>(q[d1] * unit, q[d1 + kPairStep<kFormat>] * unit, &out.z, &out.w);
+  constexpr int kMine = kSteps * 32 / kThreads;  // fragments of a thread; all loads come first
+  static_assert(kSteps * 32 % kThreads == 0, "whole rounds");
+#pragma unroll 1
+  for (int m = 0; m < slots; m++) {
+    float x[kMine][4];
+    const int l = threadIdx.x & 31, pair = m * 8 + (l >> 2);
+    const bool there = pair < w.pairs;
+    const float *q = query_at(there ? pair : 0);
+#pragma unroll
+    for (int i = 0; i < kMine; i++) {
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        const int d = dim_of<kFormat>((threadIdx.x >> 5) + i * kWarps, k >> 1, l & 3);
+        x[i][k] = there ? q[d + (k & 1) * kPairStep<kFormat>] * unit : 0.0f;
+      }
     }
-    reinterpret_cast<uint4 *>(memory + L::kQuery)[i] = out;
+#pragma unroll
+    for (int i = 0; i < kMine; i++) {
+      uint4 out;
+      halves<L::kBf16>(x[i][0], x[i][1], &out.x, &out.y);
+      halves<L::kBf16>(x[i][2], x[i][3], &out.z, &out.w);
+      reinterpret_cast<uint4 *>(
+          memory + L::kQuery)[(m * kSteps + (threadIdx.x >> 5) + i * kWarps) * 32 + l] = out;
+    }
   }
   if (L::kQ4) {
     constexpr int kGroups = kDim / 32;
@@ -620,12 +633,14 @@ bool by_format(Device *device, const TileArgs &a, int columns, bool ask) {
   }
 }
 
-// The end: spans joined in a fixed order, then the gate. A block is one column and query head; its
-// threads have one dim of every fourth span.
+// The end: spans joined in a fixed order, every fourth one by itself, then the gate. A block is one
+// column and query head. A thread has one dim of all four parts, or where spans are many of one.
 constexpr int kJoinParts = 4;
+constexpr int kFewSpans = 32;
 constexpr int kJoinSpans = 256;  // at one time
 
-__global__ void __launch_bounds__(kMaxHeadDim *kJoinParts)
+template <int kThreadParts>
+__global__ void __launch_bounds__(kMaxHeadDim *kJoinParts / kThreadParts)
     join_kernel(const __grid_constant__ TileArgs a, const __grid_constant__ GateArgs o) {
   begin_chained();
   __shared__ float2 spans[kJoinSpans];  // greatest score, then weight; sum
@@ -647,7 +662,7 @@ __global__ void __launch_bounds__(kMaxHeadDim *kJoinParts)
   float most = -INFINITY;
   for (int u = threadIdx.x; u < units; u += blockDim.x) most = fmaxf(most, sums[u].x);
   most = block_max(most, scratch);
-  float acc = 0, total = 0;
+  float acc[kThreadParts] = {}, total[kThreadParts] = {};
   for (int first = 0; first < n; first += kJoinSpans) {
     __syncthreads();
     for (int s = threadIdx.x; s < kJoinSpans && first + s < n; s += blockDim.x) {
@@ -662,43 +677,50 @@ __global__ void __launch_bounds__(kMaxHeadDim *kJoinParts)
     }
     __syncthreads();
     const int here = min(kJoinSpans, n - first);
-    if (per_span == 1) {
-#pragma unroll 8
-      for (int s = part; s < here; s += kJoinParts) {
-        total = fmaf(spans[s].y, spans[s].x, total);
-        acc = fmaf(from[static_cast<int64_t>(first + s) * d], spans[s].x, acc);
-      }
-    } else {
-      for (int s = part; s < here; s += kJoinParts) {
-        float2 unit[kTileSpan];
-        float v[kTileSpan];
-        const int u = (first + s) * kTileSpan;
+#pragma unroll(kThreadParts == 1 ? 8 : 2)
+    for (int from_span = part; from_span < here; from_span += kJoinParts) {
 #pragma unroll
-        for (int j = 0; j < kTileSpan; j++) {
-          const bool there = u + j < units;
-          unit[j] = there ? sums[u + j] : make_float2(-INFINITY, 0);
-          v[j] = there ? from[static_cast<int64_t>(u + j) * d] : 0.0f;
-        }
-        float span_acc = 0, span_most = -INFINITY;
+      for (int k = 0; k < kThreadParts; k++) {
+        const int s = from_span + k;
+        if (s >= here) break;
+        const int u = (first + s) * per_span;
+        float span_acc = 0;
+        if (per_span == 1) {
+          span_acc = from[static_cast<int64_t>(u) * d];
+        } else {
+          float2 unit[kTileSpan];
+          float v[kTileSpan];
 #pragma unroll
-        for (int j = 0; j < kTileSpan; j++) {
-          if (u + j >= units) break;
-          const Join join(span_most, unit[j].x);
-          span_acc = join.add(span_acc, v[j]);
-          span_most = join.most;
+          for (int j = 0; j < kTileSpan; j++) {
+            const bool there = u + j < units;
+            unit[j] = there ? sums[u + j] : make_float2(-INFINITY, 0);
+            v[j] = there ? from[static_cast<int64_t>(u + j) * d] : 0.0f;
+          }
+          float span_most = -INFINITY;
+#pragma unroll
+          for (int j = 0; j < kTileSpan; j++) {
+            if (u + j >= units) break;
+            const Join join(span_most, unit[j].x);
+            span_acc = join.add(span_acc, v[j]);
+            span_most = join.most;
+          }
         }
-        total = fmaf(spans[s].y, spans[s].x, total);
-        acc = fmaf(span_acc, spans[s].x, acc);
+        total[k] = fmaf(spans[s].y, spans[s].x, total[k]);
+        acc[k] = fmaf(span_acc, spans[s].x, acc[k]);
       }
     }
   }
-  parts[part][i] = acc;
-  if (i == 0) totals[part] = total;
+  if constexpr (kThreadParts == kJoinParts) {
+    const float value = (acc[0] + acc[1]) + (acc[2] + acc[3]);
+    gate_store(o, column, head, i, d, value / ((total[0] + total[1]) + (total[2] + total[3])));
+    return;
+  }
+  parts[part][i] = acc[0];
+  if (i == 0) totals[part] = total[0];
   __syncthreads();
   if (part != 0) return;
-  acc = (parts[0][i] + parts[1][i]) + (parts[2][i] + parts[3][i]);
-  total = (totals[0] + totals[1]) + (totals[2] + totals[3]);
-  gate_store(o, column, head, i, d, acc / total);
+  const float value = (parts[0][i] + parts[1][i]) + (parts[2][i] + parts[3][i]);
+  gate_store(o, column, head, i, d, value / ((totals[0] + totals[1]) + (totals[2] + totals[3])));
 }
 
 }  // namespace
@@ -723,7 +745,12 @@ void attn_tile(Device *device, TileArgs a, const GateArgs &o, int most_position,
     const int left = a.n - first, n = left < fit ? left : static_cast<int>(fit);
     a.first = first;
     by_format(device, a, n, false);
-    KSL_CHAIN(device, "attn_join", join_kernel, dim3(n, a.heads), a.kv.head_dim * kJoinParts, a, o);
+    if (spans <= kFewSpans)
+      KSL_CHAIN(device, "attn_join", join_kernel<kJoinParts>, dim3(n, a.heads), a.kv.head_dim, a,
+                o);
+    else
+      KSL_CHAIN(device, "attn_join", join_kernel<1>, dim3(n, a.heads), a.kv.head_dim * kJoinParts,
+                a, o);
     first += n;
   }
 }
