@@ -83,7 +83,7 @@ class Settings:
         choices=("auto", "scalar", "avx2", "avx512"),
     )  # fmt: skip
     threads: int = _s(0, "int", "engine threads; 0: one per core", low=0, high=1024)
-    cpu_nice: int = _s(0, "int", "nice value of engine threads", low=0, high=19)
+    cpu_nice: int = _s(10, "int", "nice value of the CPU backend's threads", low=0, high=19)
     context: int = _s(
         AUTO, "int", "window of a request in tokens; auto: the model's maximum", low=16, auto=True
     )

@@ -187,7 +187,8 @@ def _open_engine(
         activations=settings.activations,
         isa=settings.cpu,
         threads=settings.threads,
-        nice=settings.cpu_nice,
+        # A thread that feeds a device hardly computes, and late launches would cost it.
+        nice=0 if settings.device == "cuda" else settings.cpu_nice,
         draft_margin=settings.draft_margin,
         draft_vocab=settings.draft_vocab,
         test_hooks=settings.test_hooks,

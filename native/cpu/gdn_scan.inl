@@ -34,17 +34,17 @@ static void scan_copy_out(const float *block, int dk, size_t dv, int nv, float *
 }
 
 // S := k d + decay S and o = q S; with kNext also the prediction for the next token's key. The
-// state is read at `from`, rows of N vectors, and written at `to`, rows of `to_stride` floats.
+// state is read at `from`, rows of `from_stride` floats, and written at `to`, alike.
 template <int N, bool kNext>
 KSL_INLINE void scan_token(const float *k, const float *q, const float *next, V g, const V *d,
-                           int dk, const float *from, float *to, size_t to_stride, V *o,
-                           V *predicted) {
+                           int dk, const float *from, size_t from_stride, float *to,
+                           size_t to_stride, V *o, V *predicted) {
   V out[N], ahead[N];
   for (int j = 0; j < N; j++) out[j] = ahead[j] = v_zero();
   for (int i = 0; i < dk; i++) {
     const V ki = v_set1(k[i]), qi = v_set1(q[i]), ni = kNext ? v_set1(next[i]) : v_zero();
     for (int j = 0; j < N; j++) {
-      const V s = v_fma(ki, d[j], v_mul(g, v_load(from + (i * N + j) * 16)));
+      const V s = v_fma(ki, d[j], v_mul(g, v_load(from + i * from_stride + j * 16)));
       v_store(to + i * to_stride + j * 16, s);
       out[j] = v_fma(qi, s, out[j]);
       if (kNext) ahead[j] = v_fma(ni, s, ahead[j]);
@@ -63,18 +63,20 @@ static void scan(const float *q, const float *k, size_t qk_stride, const float *
                  size_t g_stride, int n, int dk, size_t dv, int nv, float *state, bool commit,
                  int n_cuts, const int *cut_at, float *const *cut_state) {
   alignas(64) float block[kMaxKeyDim * N * 16];
+  // The last token may write the slab itself instead of the block.
+  const bool last_in_place = commit && nv == 16 * N && (n_cuts == 0 || cut_at[n_cuts - 1] != n);
+  // A single token needs no block at all: the slab's lines are in L1 for its second reading.
+  const bool copied = n > 1 || !last_in_place;
   V predicted[N];
   for (int j = 0; j < N; j++) predicted[j] = v_zero();
   for (int i = 0; i < dk; i++) {
     const V ki = v_set1(k[i]);
     for (int j = 0; j < N; j++) {
       const V s = scan_load(state + i * dv, j, nv);
-      v_store(block + (i * N + j) * 16, s);
+      if (copied) v_store(block + (i * N + j) * 16, s);
       predicted[j] = v_fma(ki, s, predicted[j]);
     }
   }
-  // The last token may write the slab itself instead of the block.
-  const bool last_in_place = commit && nv == 16 * N && (n_cuts == 0 || cut_at[n_cuts - 1] != n);
   int cut = 0;
   for (int t = 0; t < n; t++) {
     const float *kt = k + t * qk_stride, *qt = q + t * qk_stride;
@@ -83,11 +85,13 @@ static void scan(const float *q, const float *k, size_t qk_stride, const float *
     for (int j = 0; j < N; j++)
       d[j] = v_mul(b, v_fnma(g, predicted[j], scan_load(v + t * v_stride, j, nv)));
     if (t + 1 < n)
-      scan_token<N, true>(kt, qt, kt + qk_stride, g, d, dk, block, block, 16 * N, o, predicted);
+      scan_token<N, true>(kt, qt, kt + qk_stride, g, d, dk, block, 16 * N, block, 16 * N, o,
+                          predicted);
     else if (last_in_place)
-      scan_token<N, false>(kt, qt, nullptr, g, d, dk, block, state, dv, o, predicted);
+      scan_token<N, false>(kt, qt, nullptr, g, d, dk, copied ? block : state, copied ? 16 * N : dv,
+                           state, dv, o, predicted);
     else
-      scan_token<N, false>(kt, qt, nullptr, g, d, dk, block, block, 16 * N, o, predicted);
+      scan_token<N, false>(kt, qt, nullptr, g, d, dk, block, 16 * N, block, 16 * N, o, predicted);
     for (int j = 0; j < N; j++) scan_store(out + t * out_stride, o[j], j, nv);
     for (; cut < n_cuts && cut_at[cut] == t + 1; cut++)
       scan_copy_out<N>(block, dk, dv, nv, cut_state[cut]);
