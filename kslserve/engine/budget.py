@@ -143,10 +143,10 @@ def workspace_bytes(
 
 
 def quantized_bytes(columns: int) -> int:
-    """Bytes of one input of a product in int8: codes, and per 128 a scale and a sum, per 16 a
+    """Bytes of one input of a product in int8: codes, and per 32 a scale and a sum, per 16 a
     sum."""
-    blocks = -(-columns // 128)
-    return -(-blocks * (128 + 4 + 4 + 8 * 4) // 64) * 64
+    padded = -(-columns // 128) * 128
+    return -(-(padded + 8 * padded // 32 + 4 * padded // 16) // 64) * 64
 
 
 def _padded(floats: int) -> int:

@@ -2,10 +2,10 @@
 //
 // Weights are bytes 64 + v with v an integer (8 times an E2M3, 2 times an E2M1 value), so that one
 // instruction multiplies unsigned by signed bytes; sums start at -64 times the sum of the
-// activations, which the quantisation left beside them. Inside a block with one scale (128 columns;
-// NVFP4: a group of 16) sums are integers and exact in any order. Blocks are then added in
-// ascending order by multiply-add, so a column's bits do not depend on how many columns or rows a
-// call has.
+// activations, which the quantisation left beside them. Inside columns that share all scales
+// (kActBlock; NVFP4: a group of 16) sums are integers and exact in any order. They are then added
+// in ascending order by multiply-add, first within kScaleBlock columns, so a column's bits do not
+// depend on how many columns or rows a call has.
 //
 // Few columns: a panel is expanded in registers and used once. Many columns: two panels are
 // expanded block by block into L1 and used for all columns of a chunk.
@@ -15,8 +15,10 @@ namespace ksl {
 namespace {
 
 enum {
-  kBlockQuads = kScaleBlock / 4,
-  kChunkColumns = 16 * kIntTileColumns,  // columns that share an expanded block
+  kActQuads = kActBlock / 4,
+  kActGroups = kActBlock / kGroup,
+  kActBlocks = kScaleBlock / kActBlock,  // in a scale block of the weights
+  kChunkColumns = 32 * kIntTileColumns,  // columns that share an expanded block
 };
 
 template <class D>
@@ -54,59 +56,77 @@ constexpr int int_chains(int columns) {
 
 // One block of one panel with one scale, groups [first, last) at g.
 template <class D, int C>
-KSL_INLINE void direct_block(const uint8_t *g, const IntInput &in, int first, int last, int block,
-                             V scale, V (&total)[C]) {
+KSL_INLINE void direct_block(const uint8_t *g, const IntInput &in, int first, int last, V scale,
+                             V (&total)[C]) {
   constexpr int S = int_chains(C);
-  I acc[S][C];
+  V sum[C];
 #pragma GCC unroll 8
-  for (int c = 0; c < C; c++) {
-    acc[0][c] = i_set1(in.block(c, block));
-#pragma GCC unroll 4
-    for (int s = 1; s < S; s++) acc[s][c] = i_set1(0);
-  }
-  for (int group = first; group < last; group++) {
-    U w[4];
-    expand_group<D>(g, w);
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; j++)
+  for (int c = 0; c < C; c++) sum[c] = v_zero();
+  for (int group = first; group < last;) {
+    const int act = group / kActGroups;
+    const int end = group + kActGroups < last ? group + kActGroups : last;
+    I acc[S][C];
 #pragma GCC unroll 8
-      for (int c = 0; c < C; c++)
-        acc[j % S][c] = i_dot(acc[j % S][c], w[j], in.codes(c) + group * kGroup + 4 * j);
-    g += D::kGroupBytes;
+    for (int c = 0; c < C; c++) {
+      acc[0][c] = i_set1(in.block(c, act));
+#pragma GCC unroll 4
+      for (int s = 1; s < S; s++) acc[s][c] = i_set1(0);
+    }
+#pragma GCC unroll 1
+    for (; group < end; group++) {
+      U w[4];
+      expand_group<D>(g, w);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; j++)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; c++)
+          acc[j % S][c] = i_dot(acc[j % S][c], w[j], in.codes(c) + group * kGroup + 4 * j);
+      g += D::kGroupBytes;
+    }
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++) {
+#pragma GCC unroll 4
+      for (int s = 1; s < S; s++) acc[0][c] = i_add(acc[0][c], acc[s][c]);
+      sum[c] = v_fma(v_of_int(acc[0][c]), v_set1(in.scale(c, act)), sum[c]);
+    }
   }
 #pragma GCC unroll 8
-  for (int c = 0; c < C; c++) {
-#pragma GCC unroll 4
-    for (int s = 1; s < S; s++) acc[0][c] = i_add(acc[0][c], acc[s][c]);
-    const V sum = v_mul(v_of_int(acc[0][c]), v_set1(in.scale(c, block)));
-    total[c] = v_fma(sum, scale, total[c]);
-  }
+  for (int c = 0; c < C; c++) total[c] = v_fma(sum[c], scale, total[c]);
 }
 
 // The same where every group of every row has a scale.
 template <class D, int C>
 KSL_INLINE void direct_groups(const uint8_t *g, const uint8_t *s, const IntInput &in, int first,
-                              int last, int block, V scale, V (&total)[C]) {
+                              int last, V scale, V (&total)[C]) {
   V sum[C];
 #pragma GCC unroll 8
   for (int c = 0; c < C; c++) sum[c] = v_zero();
-  for (int group = first; group < last; group++) {
-    U w[4];
-    expand_group<D>(g, w);
-    const V group_scale = D::aux(s);
+  for (int group = first; group < last;) {
+    const int act = group / kActGroups;
+    const int end = group + kActGroups < last ? group + kActGroups : last;
+    V part[C];
 #pragma GCC unroll 8
-    for (int c = 0; c < C; c++) {
-      I acc = i_set1(in.group(c, group));
+    for (int c = 0; c < C; c++) part[c] = v_zero();
+#pragma GCC unroll 1
+    for (; group < end; group++) {
+      U w[4];
+      expand_group<D>(g, w);
+      const V group_scale = D::aux(s);
+#pragma GCC unroll 8
+      for (int c = 0; c < C; c++) {
+        I acc = i_set1(in.group(c, group));
 #pragma GCC unroll 4
-      for (int j = 0; j < 4; j++) acc = i_dot(acc, w[j], in.codes(c) + group * kGroup + 4 * j);
-      sum[c] = v_fma(v_of_int(acc), group_scale, sum[c]);
+        for (int j = 0; j < 4; j++) acc = i_dot(acc, w[j], in.codes(c) + group * kGroup + 4 * j);
+        part[c] = v_fma(v_of_int(acc), group_scale, part[c]);
+      }
+      g += D::kGroupBytes;
+      s += kPanel;
     }
-    g += D::kGroupBytes;
-    s += kPanel;
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++) sum[c] = v_fma(part[c], v_set1(in.scale(c, act)), sum[c]);
   }
 #pragma GCC unroll 8
-  for (int c = 0; c < C; c++)
-    total[c] = v_fma(v_mul(sum[c], v_set1(in.scale(c, block))), scale, total[c]);
+  for (int c = 0; c < C; c++) total[c] = v_fma(sum[c], scale, total[c]);
 }
 
 template <class D, int C>
@@ -122,9 +142,9 @@ static void int_direct(const Matrix *w, const IntInput &in, int panel, int end, 
       const int last = first + kBlockGroups < view.groups ? first + kBlockGroups : view.groups;
       const V scale = v_set1(block_scale<D>(w, panel, block));
       if constexpr (D::kGroupScales)
-        direct_groups<D, C>(g, s, in, first, last, block, scale, total);
+        direct_groups<D, C>(g, s, in, first, last, scale, total);
       else
-        direct_block<D, C>(g, in, first, last, block, scale, total);
+        direct_block<D, C>(g, in, first, last, scale, total);
       g += kBlockGroups * D::kGroupBytes;
       s += kBlockGroups * kPanel;
     }
@@ -145,29 +165,42 @@ static void int_direct(const Matrix *w, const IntInput &in, int panel, int end, 
 template <int P, int C>
 static void int_tile(const uint8_t *weights, int quads, const IntInput &in, int column, int block,
                      const float *scale, bool begin, float *out) {
-  I acc[P][C];
+  V sum[P][C];
 #pragma GCC unroll 16
   for (int c = 0; c < C; c++)
 #pragma GCC unroll 16
-    for (int p = 0; p < P; p++) acc[p][c] = i_set1(in.block(column + c, block));
+    for (int p = 0; p < P; p++) sum[p][c] = v_zero();
   const int8_t *x = in.codes(column) + block * kScaleBlock;
-  for (int quad = 0; quad < quads; quad++) {
-    U w[P];
-#pragma GCC unroll 16
-    for (int p = 0; p < P; p++) w[p] = u_load(weights + (quad * P + p) * 64);
+  for (int quad = 0, act = block * kActBlocks; quad < quads; act++) {
+    const int end = quad + kActQuads < quads ? quad + kActQuads : quads;
+    I acc[P][C];
 #pragma GCC unroll 16
     for (int c = 0; c < C; c++)
 #pragma GCC unroll 16
-      for (int p = 0; p < P; p++) acc[p][c] = i_dot(acc[p][c], w[p], x + c * in.stride + 4 * quad);
+      for (int p = 0; p < P; p++) acc[p][c] = i_set1(in.block(column + c, act));
+    for (; quad < end; quad++) {
+      U w[P];
+#pragma GCC unroll 16
+      for (int p = 0; p < P; p++) w[p] = u_load(weights + (quad * P + p) * 64);
+#pragma GCC unroll 16
+      for (int c = 0; c < C; c++)
+#pragma GCC unroll 16
+        for (int p = 0; p < P; p++)
+          acc[p][c] = i_dot(acc[p][c], w[p], x + c * in.stride + 4 * quad);
+    }
+#pragma GCC unroll 16
+    for (int c = 0; c < C; c++) {
+      const V column_scale = v_set1(in.scale(column + c, act));
+#pragma GCC unroll 16
+      for (int p = 0; p < P; p++) sum[p][c] = v_fma(v_of_int(acc[p][c]), column_scale, sum[p][c]);
+    }
   }
 #pragma GCC unroll 16
   for (int c = 0; c < C; c++) {
-    const V column_scale = v_set1(in.scale(column + c, block));
 #pragma GCC unroll 16
     for (int p = 0; p < P; p++) {
       float *to = out + (c * P + p) * kPanel;
-      const V sum = v_mul(v_of_int(acc[p][c]), column_scale);
-      v_store(to, v_fma(sum, v_set1(scale[p]), begin ? v_zero() : v_load(to)));
+      v_store(to, v_fma(sum[p][c], v_set1(scale[p]), begin ? v_zero() : v_load(to)));
     }
   }
 }
@@ -183,34 +216,47 @@ static void int_tile_groups(const uint8_t *weights, int quads, const float *scal
 #pragma GCC unroll 16
     for (int p = 0; p < P; p++) sum[p][c] = v_zero();
   const int8_t *x = in.codes(column) + block * kScaleBlock;
-  for (int group = 0; group < quads / 4; group++) {
+  const int groups = quads / 4;
+  for (int group = 0, act = block * kActBlocks; group < groups; act++) {
+    const int end = group + kActGroups < groups ? group + kActGroups : groups;
+    V part[P][C];
 #pragma GCC unroll 16
-    for (int p = 0; p < P; p++) {
-      U w[4];
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; j++) w[j] = u_load(weights + ((4 * group + j) * P + p) * 64);
-      const V group_scale = v_load(scales + (group * P + p) * kPanel);
-      I acc[C];
+    for (int c = 0; c < C; c++)
 #pragma GCC unroll 16
-      for (int c = 0; c < C; c++)
-        acc[c] = i_set1(in.group(column + c, block * kBlockGroups + group));
+      for (int p = 0; p < P; p++) part[p][c] = v_zero();
+    for (; group < end; group++) {
+#pragma GCC unroll 16
+      for (int p = 0; p < P; p++) {
+        U w[4];
 #pragma GCC unroll 4
-      for (int j = 0; j < 4; j++)
+        for (int j = 0; j < 4; j++) w[j] = u_load(weights + ((4 * group + j) * P + p) * 64);
+        const V group_scale = v_load(scales + (group * P + p) * kPanel);
+        I acc[C];
 #pragma GCC unroll 16
         for (int c = 0; c < C; c++)
-          acc[c] = i_dot(acc[c], w[j], x + c * in.stride + group * kGroup + 4 * j);
+          acc[c] = i_set1(in.group(column + c, block * kBlockGroups + group));
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++)
 #pragma GCC unroll 16
-      for (int c = 0; c < C; c++) sum[p][c] = v_fma(v_of_int(acc[c]), group_scale, sum[p][c]);
+          for (int c = 0; c < C; c++)
+            acc[c] = i_dot(acc[c], w[j], x + c * in.stride + group * kGroup + 4 * j);
+#pragma GCC unroll 16
+        for (int c = 0; c < C; c++) part[p][c] = v_fma(v_of_int(acc[c]), group_scale, part[p][c]);
+      }
+    }
+#pragma GCC unroll 16
+    for (int c = 0; c < C; c++) {
+      const V column_scale = v_set1(in.scale(column + c, act));
+#pragma GCC unroll 16
+      for (int p = 0; p < P; p++) sum[p][c] = v_fma(part[p][c], column_scale, sum[p][c]);
     }
   }
 #pragma GCC unroll 16
   for (int c = 0; c < C; c++) {
-    const V column_scale = v_set1(in.scale(column + c, block));
 #pragma GCC unroll 16
     for (int p = 0; p < P; p++) {
       float *to = out + (c * P + p) * kPanel;
-      v_store(to, v_fma(v_mul(sum[p][c], column_scale), v_set1(scale[p]),
-                        begin ? v_zero() : v_load(to)));
+      v_store(to, v_fma(sum[p][c], v_set1(scale[p]), begin ? v_zero() : v_load(to)));
     }
   }
 }

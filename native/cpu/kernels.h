@@ -35,23 +35,24 @@ static inline bool has_small_integers(const Matrix *w) {
   return w->encoding == KSL_ENC_E2M3 || w->encoding == KSL_ENC_NVFP4;
 }
 
-// One column of activations as int8: code * scale, with one scale per kScaleBlock columns. Lies in
+// One column of activations as int8: code * scale, with one scale per kActBlock columns. Lies in
 // quantized_bytes(n), aligned to 4; beyond n all is zero.
+enum { kActBlock = 32 };
 struct QuantizedColumn {
   int8_t *codes;    // [n up to a multiple of kScaleBlock], in [-127, 127]
-  float *scales;    // per block; NaN where an activation is not finite
-  int32_t *blocks;  // per block: -kOffset times the sum of its codes
-  int32_t *groups;  // the same per kGroup columns
+  float *scales;    // per kActBlock columns; NaN where an activation is not finite
+  int32_t *blocks;  // the same: -kOffset times the sum of the codes
+  int32_t *groups;  // per kGroup columns
 };
 static inline size_t quantized_bytes(int n) {
-  const size_t blocks = ((size_t)n + kScaleBlock - 1) / kScaleBlock;
-  return (blocks * (kScaleBlock + 8 + 4 * kScaleBlock / kGroup) + 63) / 64 * 64;
+  const size_t padded = ((size_t)n + kScaleBlock - 1) / kScaleBlock * kScaleBlock;
+  return (padded + 8 * padded / kActBlock + 4 * padded / kGroup + 63) / 64 * 64;
 }
 static inline QuantizedColumn quantized_column(uint8_t *p, int n) {
-  const size_t blocks = ((size_t)n + kScaleBlock - 1) / kScaleBlock;
-  float *scales = (float *)(p + blocks * kScaleBlock);
-  int32_t *sums = (int32_t *)(scales + blocks);
-  return {(int8_t *)p, scales, sums, sums + blocks};
+  const size_t padded = ((size_t)n + kScaleBlock - 1) / kScaleBlock * kScaleBlock;
+  float *scales = (float *)(p + padded);
+  int32_t *sums = (int32_t *)(scales + padded / kActBlock);
+  return {(int8_t *)p, scales, sums, sums + padded / kActBlock};
 }
 
 enum { kScanColumns = 32, kMaxKeyDim = 256 };
@@ -69,7 +70,8 @@ struct Kernels {
   // out, of quantized_bytes(n): x rounded to the nearest code, ties to even.
   void (*quantize)(const float *x, int n, uint8_t *out);
   // As gemm, for small-integer weights and quantized columns x + c * xs. The order of additions:
-  // integers, exactly, within columns that share a scale; then those sums, ascending, as above.
+  // integers, exactly, within columns that share all scales; then those sums, ascending, within
+  // kScaleBlock columns, and then as above.
   void (*gemm_int)(const Matrix *w, const uint8_t *x, size_t xs, int n, int r0, int r1, float *y,
                    size_t ys);
 

@@ -1,4 +1,4 @@
-// Activations as int8 with one scale per 128 columns.
+// Activations as int8 with one scale per kActBlock columns.
 #include "kernels.h"
 
 namespace ksl {
@@ -14,12 +14,13 @@ KSL_INLINE int32_t quantize_group(V x, V inverse, int8_t *codes) {
 
 static void quantize(const float *x, int n, uint8_t *out) {
   const QuantizedColumn to = quantized_column(out, n);
-  for (int k0 = 0, block = 0; k0 < n; k0 += kScaleBlock, block++) {
-    const int m = n - k0 < kScaleBlock ? n - k0 : (int)kScaleBlock;
-    V part[kScaleBlock / 16];
+  const int padded = (n + kScaleBlock - 1) / kScaleBlock * kScaleBlock;
+  for (int k0 = 0, block = 0; k0 < padded; k0 += kActBlock, block++) {
+    const int m = n - k0 < kActBlock ? n - k0 : (int)kActBlock;
+    V part[kActBlock / 16];
     V top = v_zero(), rest = v_zero();
 #pragma GCC unroll 8
-    for (int i = 0; i < kScaleBlock / 16; i++) {
+    for (int i = 0; i < kActBlock / 16; i++) {
       const int left = m - 16 * i;
       part[i] = left >= 16 ? v_load(x + k0 + 16 * i)
                            : (left > 0 ? v_load_n(x + k0 + 16 * i, left) : v_zero());
@@ -33,7 +34,7 @@ static void quantize(const float *x, int n, uint8_t *out) {
     const V inverse = v_set1(usable ? 127.0f / most : 0.0f);
     int32_t sum = 0;
 #pragma GCC unroll 8
-    for (int i = 0; i < kScaleBlock / 16; i++) {
+    for (int i = 0; i < kActBlock / 16; i++) {
       const V value = bad == 0.0f ? part[i] : v_zero();
       const int32_t s = quantize_group(value, inverse, to.codes + k0 + 16 * i);
       to.groups[k0 / 16 + i] = -kOffset * s;

@@ -33,7 +33,7 @@ constexpr int direct_panels(int columns) {
 }
 enum { kDirectColumns = 4, kTilePanels = 2, kTileColumns = 12 };
 // The same of the integer product, where a direct pass takes one panel.
-enum { kIntDirectColumns = 8, kIntTilePanels = 2, kIntTileColumns = 12 };
+enum { kIntDirectColumns = 8, kIntTilePanels = 2, kIntTileColumns = 6 };
 // Heads handled together in attention; heads and keys whose scores are computed together.
 enum { kHeadBlock = 4, kScoreHeads = 4, kScoreKeys = 4 };
 

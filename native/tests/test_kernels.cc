@@ -261,16 +261,16 @@ struct Quantized {
 
 void test_quantize(const Kernels &k, int cols) {
   Floats x = random_floats(cols, exp(8 * uniform()));
-  const int blocks = (cols + 127) / 128;
+  const int B = kActBlock, blocks = (cols + 127) / 128 * 128 / B;
   for (int i = 0; i < cols; i++)
-    if (i / 128 % 3 == 1) x[i] = (float)(i % 5 ? 0 : uniform() * 1e-35);  // nothing, or near it
+    if (i / B % 3 == 1) x[i] = (float)(i % 5 ? 0 : uniform() * 1e-35);  // nothing, or near it
   Quantized made(k, x, cols, cols, 1);
   const QuantizedColumn q = made.column(0, cols);
   for (int b = 0; b < blocks; b++) {
     float most = 0;
-    for (int i = 128 * b; i < cols && i < 128 * b + 128; i++) most = fmaxf(most, fabsf(x[i]));
+    for (int i = B * b; i < cols && i < B * b + B; i++) most = fmaxf(most, fabsf(x[i]));
     int sum = 0;
-    for (int i = 128 * b; i < 128 * b + 128; i++) {
+    for (int i = B * b; i < B * b + B; i++) {
       const double value = i < cols ? x[i] : 0, step = most / 127.0;
       sum += q.codes[i];
       check(abs(q.codes[i]) <= 127, "quantize: code %d", q.codes[i]);
@@ -312,7 +312,7 @@ void test_gemm_int(const Kernels &k, int encoding, int rows, int cols, int n) {
     for (int r = 0; r < rows; r++) {
       double sum = 0, size = 0;
       for (int i = 0; i < cols; i++) {
-        const double value = column.codes[i] * (double)column.scales[i / 128];
+        const double value = column.codes[i] * (double)column.scales[i / kActBlock];
         const double term = (double)m.values[(size_t)r * cols + i] * value;
         sum += term;
         size += fabs(term);
