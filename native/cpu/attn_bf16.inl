@@ -155,9 +155,10 @@ struct Tile {
   const uint8_t *values[kTileKeys];      // as stored; null where `pairs` has them
   const uint32_t *pairs;                 // [kTileKeys / 2][head_dim]: two keys' values in each
   const float *key_scale, *value_scale;  // [kTileKeys], null: 1
-  // What is fetched while this tile is worked on: its values, and the keys of the next tile.
+  // What is fetched while this tile is worked on: its values, and the keys and scales of
+  // the next tile.
   int value_bytes, next_bytes, n_next;
-  const uint8_t *next[kTileKeys], *next_scale[kTileKeys];
+  const uint8_t *next[kTileKeys], *next_k_scale[kTileKeys], *next_v_scale[kTileKeys];
 };
 
 // Into the second cache: its queue of misses is the longer one.
@@ -286,7 +287,10 @@ KSL_INLINE void values_bf16(const Tile *t, const Source &source, const uint32_t 
   for (int j = 0; j < pairs; j++) {
     for (int i = 2 * j; i < 2 * j + 2 && i < t->n_next; i++) {
       fetch(t->next[i], at, t->next_bytes, d);
-      if (at == 0) __builtin_prefetch(t->next_scale[i], 0, 2);
+      if (at == 0) {
+        __builtin_prefetch(t->next_k_scale[i], 0, 2);
+        __builtin_prefetch(t->next_v_scale[i], 0, 2);
+      }
     }
     Words v[4];
     source.load(j, at, v);
@@ -438,7 +442,8 @@ static void attn_tile_bf16(const KvRun *runs, int n_runs, const KvRun *next, int
   for (int r = 0; r < n_next; r++)
     for (int i = 0; i < next[r].n && t.n_next < kTileKeys; i++, t.n_next++) {
       t.next[t.n_next] = next[r].k + i * next[r].k_step;
-      t.next_scale[t.n_next] = next[r].k_scale + i * next[r].k_scale_step;
+      t.next_k_scale[t.n_next] = next[r].k_scale + i * next[r].k_scale_step;
+      t.next_v_scale[t.n_next] = next[r].v_scale + i * next[r].v_scale_step;
     }
   const bool e4m3 = format == KSL_KV_FP8 || format == KSL_KV_Q4;
   t.key_scale = format == KSL_KV_FP8 ? key_scale : nullptr;
