@@ -11,7 +11,7 @@ import pytest
 from kslserve.engine.types import RowKind
 from tests.device.conftest import Opener
 from tests.device.shapes import spec_named, tap_names
-from tests.device.test_parity import F32, distance, e4m3
+from tests.device.test_parity import F32, LAYERS_TOLERANCE, distance, e4m3
 from tests.tiny import tiny_arrays, tiny_tensors, tiny_values
 
 pytestmark = pytest.mark.cuda
@@ -44,7 +44,10 @@ def test_every_tap(opened: Opener, shape: str, policy: str) -> None:
         found.append(taps)
     far = {name: distance(found[0][name], found[1][name]) for name in found[1]}
     print(shape, policy, "worst", max(far.items(), key=lambda item: item[1]))
-    tolerance = 5e-5 if policy == "bf16" else TOLERANCE
+    # Prompt rows of these heads also have the delta rule in chunks.
+    tolerance = LAYERS_TOLERANCE if shape == "27b-heads" else TOLERANCE
+    if policy == "bf16" and shape != "27b-heads":
+        tolerance = 1e-4
     bad = [(name, value) for name, value in far.items() if not value <= tolerance][:5]
     assert not bad, f"seed {seed}, cut {cut}: {bad}"
 
