@@ -52,10 +52,10 @@ void stage_in_norm(void *context, int layer) {
 
 void stage_gdn_project(void *context, int layer) {
   Backend *b = static_cast<Backend *>(context);
-  const Output outputs[] = {{b->qkv, b->conv_stride},
-                            {b->z, b->value_stride},
-                            {b->gate_b, b->head_stride},
-                            {b->gate_a, b->head_stride}};
+  const Output outputs[] = {{b->qkv, b->conv_stride, 0},
+                            {b->z, b->value_stride, 0},
+                            {b->gate_b, b->head_stride, 0},
+                            {b->gate_a, b->head_stride, 0}};
   gemm_group(&b->device, b->layers[layer].linear.in, b->normed, b->hidden_stride, b->hidden_split,
              outputs, nullptr, b->batch.n);
 }
@@ -179,13 +179,16 @@ void stage_gdn_scan(void *context, int layer) {
 // A product that is added to x, and the norm that follows.
 void out_and_norm(Backend *b, const Group &group, const float *x, int x_stride, const Split &split,
                   const float *gain, float *out, const Split &out_split, bool zero_first) {
-  const Output output = {b->partials, b->hidden_stride};
+  const Output output = {b->partials, b->hidden_stride, b->partial_stride};
   gemm_group(&b->device, group, x, x_stride, split, &output, nullptr, b->batch.n);
   NormArgs a = {};
   a.x = b->x;
   a.stride = b->hidden_stride;
   a.width = b->spec->hidden;
   a.add = b->partials;
+  // Products of many tokens are whole.
+  a.slices = group.n_packed > 0 && split.groups == 0 ? group.packed[0].slices : 1;
+  a.slice_stride = b->partial_stride;
   a.added = b->taps ? b->mixed : nullptr;
   a.gain = gain;
   a.eps = b->spec->norm_eps;
@@ -206,8 +209,8 @@ void stage_gdn_out(void *context, int layer) {
 void stage_attn_project(void *context, int layer) {
   Backend *b = static_cast<Backend *>(context);
   const FullWeights &w = b->layers[layer].full;
-  const Output q = {b->query_gate, b->query_gate_stride};
-  const Output kv[] = {{b->k, b->kv_stride}, {b->v, b->kv_stride}};
+  const Output q = {b->query_gate, b->query_gate_stride, 0};
+  const Output kv[] = {{b->k, b->kv_stride, 0}, {b->v, b->kv_stride, 0}};
   const Output all[] = {q, kv[0], kv[1]};
   if (layer < b->spec->layers) {
     gemm_group(&b->device, w.in, b->normed, b->hidden_stride, b->hidden_split, all, nullptr,
@@ -329,8 +332,8 @@ void stage_mlp(void *context, int layer) {
   const bool pair = w.gate_up.n_packed == 1 && w.gate_up.packed[0].pair;
   const bool parts = !pair || b->taps;
   const bool floats = parts || w.down.n_plain > 0;
-  const Output outputs[] = {{parts ? b->mlp_gate : nullptr, b->mlp_stride},
-                            {parts ? b->mlp_up : nullptr, b->mlp_stride}};
+  const Output outputs[] = {{parts ? b->mlp_gate : nullptr, b->mlp_stride, 0},
+                            {parts ? b->mlp_up : nullptr, b->mlp_stride, 0}};
   const PairOutput act = {floats ? b->mlp_act : nullptr, b->mlp_stride, act_split};
   gemm_group(&b->device, w.gate_up, b->normed, b->hidden_stride, b->hidden_split, outputs, &act,
              b->batch.n);
@@ -389,7 +392,7 @@ void stage_mtp_input(void *context, int) {
   a.out_stride = b->mtp_stride;
   a.split = split_for(b->mtp_fc, b->mtp_split);
   mtp_join(&b->device, a);
-  const Output output = {b->x, b->hidden_stride};
+  const Output output = {b->x, b->hidden_stride, 0};
   gemm_group(&b->device, b->mtp_fc, b->mtp_in, b->mtp_stride, b->mtp_split, &output, nullptr,
              b->batch.n);
   b->normed_ready = false;
@@ -549,7 +552,7 @@ void form_splits(Backend *b) {
 }
 
 void head_logits(Backend *b, int n) {
-  const Output output = {b->logits, b->vocab_stride};
+  const Output output = {b->logits, b->vocab_stride, 0};
   gemm_group(&b->device, b->head, b->head_in, b->hidden_stride, b->head_split, &output, nullptr, n);
 }
 
@@ -560,6 +563,7 @@ void norm_columns(Backend *b, const float *gain, float *out, const Split &split,
   a.stride = b->hidden_stride;
   a.width = b->spec->hidden;
   a.add = residual ? b->partials : nullptr;
+  a.slices = 1;
   a.gain = gain;
   a.eps = b->spec->norm_eps;
   a.out = out;

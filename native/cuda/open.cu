@@ -60,6 +60,8 @@ int open_device(Backend *b, ksl_error *error) {
   }
   b->major = properties.major;
   snprintf(b->name, sizeof b->name, "sm_%d%d", properties.major, properties.minor);
+  b->processors = properties.multiProcessorCount;
+  b->most_slices = 1;
   return KSL_OK;
 }
 
@@ -159,7 +161,9 @@ Split make_split(Backend *b, int columns, int width, float scale) {
   Split split = {nullptr, divide_up(width, kSuper) * (kSuper / kPiece), scale, 0,
                  b->config->activations == KSL_ACT_AUTO};
   const size_t groups = divide_up(columns, kTileTokens);
-  split.data = own_many<__half>(b, groups * split.pieces * 512 + kPanelSlack * kPiece);
+  // A panel of the same tokens, one of e4m3 behind it, and what a kernel reads behind the last.
+  split.data = own_many<__half>(b, 2 * groups * split.pieces * kPiece * kTileTokens +
+                                       kPanelSlack * kPiece);
   return split;
 }
 
@@ -182,7 +186,8 @@ int make_scratch(Backend *b, ksl_error *error) {
   b->vocab_stride = padded(s->vocab);
   float **const hidden[] = {&b->x, &b->normed, &b->mixed, &b->final, &b->chain};
   for (float **buffer : hidden) *buffer = own_many<float>(b, most * b->hidden_stride);
-  b->partials = own_many<float>(b, most * b->hidden_stride);
+  b->partial_stride = most * b->hidden_stride;
+  b->partials = own_many<float>(b, b->most_slices * b->partial_stride);
   b->qkv = own_many<float>(b, most * b->conv_stride);
   b->conv = own_many<float>(b, most * b->conv_stride);
   b->conv_silu = own_many<float>(b, most * b->conv_stride);
@@ -428,16 +433,15 @@ void cuda_info(Backend *b, ksl_info *info) {
   info->pool_bytes = b->pool_bytes;
   info->scratch_bytes = b->scratch_bytes;
   snprintf(info->isa, sizeof info->isa, "%s", b->name);
-  // Two halves carry 22 bits of every activation of a packed product. In waves of many tokens it is
-  // one half with 11 bits, or e4m3 for FP6 weights; all else is float32. So what a token's wave
-  // held beside it can change its bits.
+  // Activations of packed products are halves, or e4m3 for FP6 weights in waves of many tokens; all
+  // else is float32. So what a token's wave held beside it can change its bits.
   const bool packed = b->encodings & (1u << KSL_ENC_E2M3 | 1u << KSL_ENC_NVFP4);
   const bool large = b->config->wave_columns > kWideTokens;
   const bool both = packed && b->major == 9 && large;
   const bool dense = large && b->encodings & 1u << KSL_ENC_BF16;
   const bool e4m3 = b->encodings & 1u << KSL_ENC_E2M3 && b->config->activations == KSL_ACT_AUTO;
-  snprintf(info->activation, sizeof info->activation, "%s%s", packed ? "f16x2" : "float",
-           !both ? "" : (e4m3 ? ", e4m3" : ", f16"));
+  snprintf(info->activation, sizeof info->activation, "%s%s", packed ? "f16" : "float",
+           both && e4m3 ? ", e4m3" : "");
   snprintf(info->equality, sizeof info->equality,
            both || dense || b->long_rows ? "tolerance" : "bit");
   int at = snprintf(info->numerics, sizeof info->numerics,

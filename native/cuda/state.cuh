@@ -79,7 +79,8 @@ struct Backend {
   const ksl_config *config;
   Alloc *alloc;
   Device device;
-  void **owned;  // device memory
+  int processors;  // of the device
+  void **owned;    // device memory
   int n_owned, owned_capacity;
   uint64_t device_bytes;
   int major;  // compute capability
@@ -160,7 +161,9 @@ struct Backend {
   int hidden_stride, mtp_stride, conv_stride, value_stride, head_stride, query_stride,
       query_gate_stride, kv_stride, mlp_stride, vocab_stride;
   float *x, *normed, *mixed, *final, *chain;
-  float *partials;  // [columns][hidden], products on their way to x
+  float *partials;         // [slices][columns][hidden], products on their way to x
+  int64_t partial_stride;  // of a slice
+  int most_slices;         // of any product
   float *qkv, *conv, *conv_silu, *z, *core, *gated, *gate_a, *gate_b, *g, *decay, *beta;
   float *query_gate, *k, *v, *q, *stored_q, *pregate, *attn_gated;
   float *mlp_gate, *mlp_up, *mlp_act;

@@ -13,8 +13,7 @@ namespace ksl {
 namespace {
 
 constexpr int64_t kStageBytes = 64 << 20;  // stored codes of one piece on their way
-// Warps of a product of few tokens: all at once on a device with 132 processors.
-constexpr int kTargetWarps = 2178, kTargetNear = 4752;
+constexpr int kMaxWays = 2;
 
 struct Loader {
   Backend *b;
@@ -189,19 +188,34 @@ int pack_tensor(Loader *in, const ksl_tensor *t, Packed *to, int first, int mode
   return b->device.error == cudaSuccess ? KSL_OK : device_failed(in, t->name);
 }
 
-// How a product's input elements are divided: enough warps for few tokens, the same for many. Part
-// of the numerics, so it depends on the shape alone.
-void choose_slices(Packed *m) {
-  const bool nvfp4 = m->encoding == KSL_ENC_NVFP4;
-  int slices = (nvfp4 ? kTargetWarps : kTargetNear) / m->tiles;
-  if (nvfp4 && slices > kQuarters) slices = 2 * kQuarters;
-  if (slices > kMaxSlices) slices = kMaxSlices;
-  if (slices > m->supers) slices = m->supers;
-  if (slices < 1) slices = 1;
-  // Fewer warps with the same longest slice do the same; more than quarters fill every quarter.
-  slices = divide_up(m->supers, divide_up(m->supers, slices));
-  if (slices > kQuarters && slices < 2 * kQuarters) slices = kQuarters;
-  m->slices = slices;
+// Divides a product among the processors, with enough warps on each. summed: its reader adds
+// slices, of which there are as many as leave a block with few but equal tiles. Part of the
+// numerics, so it depends on the shape and the device alone.
+void choose_shares(Packed *m, int processors, bool summed) {
+  double best = 1e30;
+  for (int slices = 1; slices <= (summed ? kMaxSlices : 1) && slices <= m->supers; slices++) {
+    int shares = processors / slices;
+    if (shares > m->tiles) shares = m->tiles;
+    if (shares < 1) break;
+    const int tiles = divide_up(m->tiles, shares), range = divide_up(m->supers, slices);
+    // Slices have a price at the reader, few warps another.
+    const double few = tiles * kMaxWays < kMaxStreamWarps * 2 / 3 ? 1.1 : 1.0;
+    const double cost = tiles * range * few * (1 + 0.02 * slices);
+    if (cost >= best) continue;
+    best = cost;
+    m->slices = slices;
+    m->shares = shares;
+    m->set_tiles = tiles;
+    m->ways = 1;
+    if (tiles > kMaxStreamWarps) {
+      m->set_tiles = kMaxStreamWarps / 2;
+      m->ways = 2;
+    } else {
+      m->ways = kMaxStreamWarps / tiles;
+      if (m->ways > kMaxWays) m->ways = kMaxWays;
+      if (m->ways > range) m->ways = range;
+    }
+  }
 }
 
 struct Wanted {
@@ -209,8 +223,12 @@ struct Wanted {
   int64_t rows;
 };
 
-// Matrices [0, n) with one input into a group. pair: gate and up.
-int load_group(Loader *in, const Wanted *wanted, int n, int64_t cols, bool pair, Group *out,
+// What becomes of a group's products: written as they are, gate and up joined, or added to x by a
+// reader that can add slices.
+enum GroupUse { kApart, kPaired, kSummed };
+
+// Matrices [0, n) with one input into a group.
+int load_group(Loader *in, const Wanted *wanted, int n, int64_t cols, GroupUse use, Group *out,
                bool read_per_token = true) {
   Backend *b = in->b;
   const ksl_tensor *tensors[kGroupParts];
@@ -220,7 +238,7 @@ int load_group(Loader *in, const Wanted *wanted, int n, int64_t cols, bool pair,
   }
   *out = Group{};
   const uint64_t before = b->weight_bytes;
-  pair = pair && tensors[0]->encoding == tensors[1]->encoding;
+  const bool pair = use == kPaired && tensors[0]->encoding == tensors[1]->encoding;
   bool done[kGroupParts] = {};
   for (int i = 0; i < n; i++) {
     if (done[i]) continue;
@@ -246,7 +264,8 @@ int load_group(Loader *in, const Wanted *wanted, int n, int64_t cols, bool pair,
       part->first = pair ? 0 : m->tiles;
       m->tiles = pair ? part->tiles : m->tiles + part->tiles;
     }
-    choose_slices(m);
+    choose_shares(m, b->processors, use == kSummed);
+    if (m->slices > b->most_slices) b->most_slices = m->slices;
     const uint64_t bytes =
         static_cast<uint64_t>(m->tiles) * m->supers * packed_block_bytes(encoding);
     m->data = static_cast<uint8_t *>(own_device(b, bytes));
@@ -296,8 +315,8 @@ int load_linear(Loader *in, LinearWeights *w) {
                            {"linear_attn.in_proj_a.weight", heads}};
   const Wanted output = {"linear_attn.out_proj.weight", s->hidden};
   float *taps = nullptr;
-  int code = load_group(in, inputs, 4, s->hidden, false, &w->in);
-  if (!code) code = load_group(in, &output, 1, s->v_width, false, &w->out);
+  int code = load_group(in, inputs, 4, s->hidden, kApart, &w->in);
+  if (!code) code = load_group(in, &output, 1, s->v_width, kSummed, &w->out);
   if (!code) code = load_values(in, "linear_attn.conv1d.weight", channels, kTaps, 0, &taps);
   if (!code) code = load_values(in, "linear_attn.A_log", heads, 1, 0, &w->decay_rate);
   if (!code) code = load_values(in, "linear_attn.dt_bias", heads, 1, 0, &w->dt_bias);
@@ -319,13 +338,13 @@ int load_full(Loader *in, FullWeights *w, bool stores_alone) {
   int code = KSL_OK;
   if (stores_alone) {
     // Keys and values of the MTP layer are made without its queries.
-    code = load_group(in, inputs, 1, s->hidden, false, &w->in, false);
-    if (!code) code = load_group(in, inputs + 1, 2, s->hidden, false, &w->kv);
+    code = load_group(in, inputs, 1, s->hidden, kApart, &w->in, false);
+    if (!code) code = load_group(in, inputs + 1, 2, s->hidden, kApart, &w->kv);
   } else {
-    code = load_group(in, inputs, 3, s->hidden, false, &w->in);
+    code = load_group(in, inputs, 3, s->hidden, kApart, &w->in);
   }
   if (!code) {
-    code = load_group(in, &output, 1, s->q_width, false, &w->out, !stores_alone);
+    code = load_group(in, &output, 1, s->q_width, kSummed, &w->out, !stores_alone);
   }
   if (!code) code = load_values(in, "self_attn.q_norm.weight", s->head_dim, 1, 1, &w->q_norm);
   if (!code) code = load_values(in, "self_attn.k_norm.weight", s->head_dim, 1, 1, &w->k_norm);
@@ -343,8 +362,8 @@ int load_layer(Loader *in, LayerWeights *w, bool mtp) {
   const Wanted gate_up[] = {{"mlp.gate_proj.weight", s->intermediate},
                             {"mlp.up_proj.weight", s->intermediate}};
   const Wanted down = {"mlp.down_proj.weight", s->hidden};
-  if (!code) code = load_group(in, gate_up, 2, s->hidden, true, &w->gate_up, !mtp);
-  if (!code) code = load_group(in, &down, 1, s->intermediate, false, &w->down, !mtp);
+  if (!code) code = load_group(in, gate_up, 2, s->hidden, kPaired, &w->gate_up, !mtp);
+  if (!code) code = load_group(in, &down, 1, s->intermediate, kSummed, &w->down, !mtp);
   return code;
 }
 
@@ -362,7 +381,7 @@ int load_head(Loader *in) {
   if (code) return code;
   if (head) {
     const Wanted wanted = {"lm_head.weight", s->vocab};
-    return load_group(in, &wanted, 1, s->hidden, false, &b->head);
+    return load_group(in, &wanted, 1, s->hidden, kApart, &b->head);
   }
   b->head = Group{};
   b->head.plain[0] = b->embedding;
@@ -375,7 +394,7 @@ int load_mtp(Loader *in) {
   Backend *b = in->b;
   const int h = b->spec->hidden;
   const Wanted fc = {"mtp.fc.weight", h};
-  int code = load_group(in, &fc, 1, 2 * static_cast<int64_t>(h), false, &b->mtp_fc);
+  int code = load_group(in, &fc, 1, 2 * static_cast<int64_t>(h), kApart, &b->mtp_fc);
   if (!code)
     code = load_values(in, "mtp.pre_fc_norm_embedding.weight", h, 1, 1, &b->mtp_norm_embedding);
   if (!code) code = load_values(in, "mtp.pre_fc_norm_hidden.weight", h, 1, 1, &b->mtp_norm_hidden);

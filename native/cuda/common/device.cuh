@@ -47,6 +47,15 @@ inline void launch_chained(Device *device, const char *name, void (*kernel)(P...
   config.numAttrs = 1;
   keep_error(device, cudaLaunchKernelEx(&config, kernel, P(arguments)...), name);
 }
+// Lets a kernel have `bytes` of shared memory.
+template <class... P>
+inline bool raise_shared(Device *device, void (*kernel)(P...), size_t bytes) {
+  return keep_error(device,
+                    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         static_cast<int>(bytes)),
+                    "preparing a kernel");
+}
+
 #define KSL_CHAIN(device, name, kernel, grid, block, ...) \
   ksl::launch_chained((device), (name), (kernel), (grid), (block), 0, __VA_ARGS__)
 

@@ -1,9 +1,9 @@
-// Activations as the matrix kernels read them.
+// Activations as the matrix kernels read them, one half per value.
 //
-// Waves of few tokens: each float32 value is the sum of two halves, in the order of the B fragments
-// of an m16n8k16 product. A product has eight columns: the high and low halves of four tokens. Of a
-// piece of 64 input elements a lane (column n = lane / 4, s = lane % 4) holds the 16 from 16 s on,
-// as two parts of 8. Waves of many tokens: a panel, in the same memory.
+// Waves of few tokens: in the order of the B fragments of an m16n8k16 product, so that the fragments
+// of eight tokens and 256 input elements are 4 KiB in one piece. Of 64 input elements a lane (token
+// n = lane / 4, s = lane % 4) holds the 16 from 16 s on, as two parts of 8. Waves of many tokens: a
+// panel, in the same memory.
 #pragma once
 #include "panel.cuh"
 
@@ -11,10 +11,10 @@ namespace ksl {
 
 constexpr int kPiece = 64;   // input elements of one lane round
 constexpr int kSuper = 256;  // input elements that a block of packed weights covers
-constexpr int kTileTokens = 4;
+constexpr int kTileTokens = 8;
 
 struct Split {
-  __half *data;  // [ceil(tokens / 4)][pieces][2][32][8], null: nobody reads it
+  __half *data;  // [ceil(tokens / 8)][pieces][2][32][8], zeros behind the width; null: nobody reads
   int pieces;    // a multiple of 4
   float scale;   // a power of two that is multiplied in
   int groups;    // 0, or `data` is a panel of so many eights of tokens
@@ -32,20 +32,19 @@ inline Panel8 panel8_of(const Split &split) {
   return {data + bytes, split.groups, reinterpret_cast<float *>(data + bytes / 2 * 3)};
 }
 
+// Where the eight elements from k on, a multiple of 8, begin.
+__device__ inline __half *split_at(const Split &to, int token, int k) {
+  const int lane = (token & 7) * 4 + ((k & 63) >> 4);
+  return to.data +
+         ((static_cast<int64_t>(token >> 3) * to.pieces + (k >> 6)) * 2 + ((k & 15) >> 3)) * 256 +
+         lane * 8;
+}
+
 __device__ inline void split_store(const Split &to, int token, int k, float value) {
-  if (to.groups > 0) {
+  if (to.groups > 0)
     panel_store(panel_of(to), token, k, value);
-    return;
-  }
-  const float x = value * to.scale;
-  const __half high = __float2half_rn(x);
-  const __half low = __float2half_rn(x - __half2float(high));
-  const int e = k & 15, lane = (token & 3) * 8 + ((k & 63) >> 4);
-  const int64_t at =
-      ((static_cast<int64_t>(token >> 2) * to.pieces + (k >> 6)) * 2 + (e >> 3)) * 256 + lane * 8 +
-      (e & 7);
-  to.data[at] = high;
-  to.data[at + 32] = low;
+  else
+    split_at(to, token, k & ~7)[k & 7] = __float2half_rn(value * to.scale);
 }
 
 // Eight elements from k on, a multiple of 8.
@@ -54,19 +53,12 @@ __device__ inline void split_store8(const Split &to, int token, int k, const flo
     panel_store8(panel_of(to), token, k, values);
     return;
   }
-  alignas(16) __half2 high[4], low[4];
+  alignas(16) __half2 halves[4];
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const float a = values[2 * i] * to.scale, b = values[2 * i + 1] * to.scale;
-    high[i] = __halves2half2(__float2half_rn(a), __float2half_rn(b));
-    low[i] = __halves2half2(__float2half_rn(a - __low2float(high[i])),
-                            __float2half_rn(b - __high2float(high[i])));
-  }
-  const int lane = (token & 3) * 8 + ((k & 63) >> 4);
-  const int64_t at =
-      ((static_cast<int64_t>(token >> 2) * to.pieces + (k >> 6)) * 2 + ((k & 15) >> 3)) * 32 + lane;
-  reinterpret_cast<uint4 *>(to.data)[at] = *reinterpret_cast<const uint4 *>(high);
-  reinterpret_cast<uint4 *>(to.data)[at + 4] = *reinterpret_cast<const uint4 *>(low);
+  for (int i = 0; i < 4; i++)
+    halves[i] = __halves2half2(__float2half_rn(values[2 * i] * to.scale),
+                               __float2half_rn(values[2 * i + 1] * to.scale));
+  *reinterpret_cast<uint4 *>(split_at(to, token, k)) = *reinterpret_cast<const uint4 *>(halves);
 }
 
 }  // namespace ksl

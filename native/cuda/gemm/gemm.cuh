@@ -1,10 +1,9 @@
 // Products of activations with weights, y[token][row] = sum_k x[token][k] w[row][k].
 //
-// Four kernels. `packed` streams FP6 and NVFP4 weights in fragment order through tensor cores;
-// `wide` does the same for waves of many tokens, whose activations are single halves or e4m3;
-// `plain` decodes any encoding and multiplies in float32; `dense` does bf16 for many tokens,
-// equally exact. In each an output element has one order of additions, whatever else is computed
-// beside it.
+// Four kinds. `stream` takes FP6 and NVFP4 weights in fragment order through tensor cores; `wide` does
+// the same for waves of many tokens, with activations in halves or e4m3; `plain` decodes any
+// encoding and multiplies in float32; `dense` does bf16 for many tokens, equally exact. In each an
+// output element has one order of additions, whatever else is computed beside it.
 #pragma once
 #include "../common/raw.cuh"
 #include "../common/split.cuh"
@@ -14,12 +13,13 @@ namespace ksl {
 constexpr int kGroupParts = 4;
 // Waves of more tokens are multiplied by the wide kernels, where the device has them.
 constexpr int kWideTokens = 64;
-constexpr int kMaxSlices = 16;
-constexpr int kQuarters = 4;
+constexpr int kMaxSlices = 8;
+constexpr int kMaxStreamWarps = 20, kMaxPlainWarps = 4;  // of a block
 
 struct Output {
   float *y;
   int stride;
+  int64_t slice_stride;  // from the sums of one slice to those of the next
 };
 
 // Rows of one matrix inside a packed group: tiles [first, first + tiles) of 16 rows.
@@ -36,8 +36,9 @@ struct Packed {
   float *scale;   // [tiles][16], multiplies a row's sum
   int n_parts;
   PackedPart parts[kGroupParts];
-  bool pair;   // gate and up: a tile holds 8 rows of each
-  int slices;  // parts of the input whose sums are added in order
+  bool pair;  // gate and up: a tile holds 8 rows of each
+  // How the product is divided, see stream.cuh. ways and slices are part of the numerics.
+  int set_tiles, ways, slices, shares;
 };
 
 // All matrices of a stage.
@@ -63,7 +64,8 @@ inline int packed_block_bytes(int encoding) {
 }
 
 // Runs every matrix of the group. x: float32 input of the plain ones; split: of the packed ones.
-// outputs: by matrix. pair: where the act of a gate and up group goes.
+// outputs: by matrix, of a group with slices one behind the other. pair: where the act of a gate
+// and up group goes.
 void gemm_group(Device *device, const Group &group, const float *x, int x_stride,
                 const Split &split, const Output *outputs, const PairOutput *pair, int tokens);
 

@@ -41,6 +41,12 @@ __global__ void norm_kernel(const __grid_constant__ NormArgs a) {
     if (a.add != nullptr) {
       float y[kRun];
       load8(a.add + at + i, y);
+      for (int slice = 1; slice < a.slices; slice++) {
+        float more[kRun];
+        load8(a.add + slice * a.slice_stride + at + i, more);
+#pragma unroll
+        for (int k = 0; k < kRun; k++) y[k] += more[k];
+      }
       if (a.added != nullptr) store8(a.added + at + i, y);
 #pragma unroll
       for (int k = 0; k < kRun; k++) x[pass][k] += y[k];

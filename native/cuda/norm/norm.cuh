@@ -5,12 +5,15 @@ namespace ksl {
 
 constexpr int kMaxHidden = 16384;
 
-// x += add; out = rms(x) gain. A block is one column. width: at most kMaxHidden.
+// x += add; out = rms(x) gain. A block is one column. width: at most kMaxHidden. add: the sums of
+// `slices` slices, added in order.
 struct NormArgs {
   float *x;
   int stride, width;
   const float *add;  // null: nothing
-  float *added;      // null, or where that goes too
+  int slices;
+  int64_t slice_stride;
+  float *added;  // null, or where that goes too
   const float *gain;
   float eps;
   float *out;  // null: not wanted

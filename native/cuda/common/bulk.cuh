@@ -1,0 +1,45 @@
+// Bulk copies into shared memory and the barriers that they complete on.
+#pragma once
+#include <stdint.h>
+
+namespace ksl {
+
+__device__ inline unsigned shared_at(const void *p) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(p));
+}
+__device__ inline void bulk_barrier(unsigned barrier, unsigned arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+// After the barriers of this thread, before copies that complete on them.
+__device__ inline void bulk_barriers_made() {
+  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ inline void bulk_expect(unsigned barrier, unsigned bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+__device__ inline void bulk_arrive(unsigned barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ inline void bulk_wait(unsigned barrier, unsigned phase) {
+  asm volatile(
+      "{\n .reg .pred p;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+      " @!p bra again;\n}" ::"r"(barrier),
+      "r"(phase)
+      : "memory");
+}
+// bytes and both addresses: multiples of 16.
+__device__ inline void bulk_load(unsigned to, const void *from, unsigned bytes, unsigned barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+// Into L2 alone.
+__device__ inline void bulk_ahead(const void *from, unsigned bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
+}  // namespace ksl

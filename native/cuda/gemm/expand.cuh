@@ -1,0 +1,83 @@
+// Packed weights as fragments of half-precision products, exactly; see pack.cu for the layout.
+#pragma once
+#include "gemm.cuh"
+
+namespace ksl {
+namespace {
+
+__device__ inline unsigned half_multiply(unsigned a, unsigned b) {
+  const __half2 r = __hmul2(*reinterpret_cast<__half2 *>(&a), *reinterpret_cast<__half2 *>(&b));
+  return *reinterpret_cast<const unsigned *>(&r);
+}
+
+__device__ inline unsigned word_of(const uint4 &v, int i) {
+  return i == 0 ? v.x : (i == 1 ? v.y : (i == 2 ? v.z : v.w));
+}
+
+// A lane's weights of one block, 64 input elements at a time.
+template <int kEncoding>
+struct Expand;
+
+template <>
+struct Expand<KSL_ENC_NVFP4> {
+  static constexpr int kBytes = kBlockNvfp4;
+  static constexpr bool kLate = false;
+  uint2 scales;
+  uint4 codes;
+  unsigned lower, upper;  // scales of rows g and g + 8, each twice
+
+  __device__ void begin(const uint8_t *block, int lane) {
+    scales = *reinterpret_cast<const uint2 *>(block + 2048 + lane * 8);
+  }
+  __device__ void piece(const uint8_t *block, int lane, int piece) {
+    codes = reinterpret_cast<const uint4 *>(block)[piece * 32 + lane];
+    // Two e4m3 bytes become halves of 2^-8 times their value, then 2^7.
+    const unsigned two =
+        __byte_perm(piece < 2 ? scales.x : scales.y, 0, piece & 1 ? 0x3424 : 0x1404);
+    const unsigned both = half_multiply(two >> 1, 0x78007800u);
+    lower = __byte_perm(both, 0, 0x1010);
+    upper = __byte_perm(both, 0, 0x3232);
+  }
+  // Of the i-th product of the piece.
+  __device__ void fragment(int i, unsigned (&a)[4]) const {
+    const unsigned w = word_of(codes, i);
+    a[0] = half_multiply(w & 0x8e008e00u, lower);
+    a[1] = half_multiply(w << 3 & 0x8e008e00u, upper);
+    // One multiplication shifts magnitude and sign; what else it makes does not reach the mask.
+    a[2] = half_multiply((w & 0x40384038u) * 66u & 0x8e008e00u, lower);
+    a[3] = half_multiply((w & 0x20072007u) * 516u & 0x8e008e00u, upper);
+  }
+};
+
+template <>
+struct Expand<KSL_ENC_E2M3> {
+  static constexpr int kBytes = kBlockE2m3;
+  static constexpr bool kLate = true;  // its scales multiply sums of 128 elements
+  uint2 scales, plane;
+  uint4 codes;
+
+  __device__ void begin(const uint8_t *block, int) {
+    scales = *reinterpret_cast<const uint2 *>(block + 3072);
+  }
+  __device__ void piece(const uint8_t *block, int lane, int piece) {
+    codes = reinterpret_cast<const uint4 *>(block)[piece * 32 + lane];
+    plane =
+        reinterpret_cast<const uint2 *>(block + 2048)[((piece >> 1) * 32 + lane) * 2 + (piece & 1)];
+  }
+  // The scales of rows g and g + 8 for pieces [2 half, 2 half + 2).
+  __device__ float2 factors(int half) const {
+    const unsigned both = half ? scales.y : scales.x;
+    return __half22float2(*reinterpret_cast<const __half2 *>(&both));
+  }
+  __device__ void fragment(int i, unsigned (&a)[4]) const {
+    const unsigned w = word_of(codes, i);
+    const unsigned q = (i < 2 ? plane.x : plane.y) << (4 * (i & 1));
+    a[0] = (w & 0x0f000f00u) | (q & 0x80808080u);
+    a[1] = (w << 4 & 0x0f000f00u) | (q << 1 & 0x80808080u);
+    a[2] = (w << 8 & 0x0f000f00u) | (q << 2 & 0x80808080u);
+    a[3] = (w >> 4 & 0x0f000f00u) | (q << 3 & 0x80808080u);
+  }
+};
+
+}  // namespace
+}  // namespace ksl

@@ -1,0 +1,113 @@
+// Rows of any encoding, decoded in the kernel, float32 products: what a warp does. Lane l takes the
+// elements 8 l .. 8 l + 7 of every 256 in ascending order, then the lanes are added in a fixed
+// tree.
+#pragma once
+#include "gemm.cuh"
+
+namespace ksl {
+
+struct PlainArgs {
+  Raw matrices[kGroupParts];
+  Output outputs[kGroupParts];
+  int first_row[kGroupParts + 1];  // of each matrix in the numbering of rows
+  int n;
+  const float *x;
+  int x_stride, tokens;
+};
+
+constexpr int kPlainTokens = 4;  // that a warp takes at once, all products of a weight together
+
+template <int kEncoding>
+__device__ inline void eight_values(const Raw &m, int64_t row, int k, float (&w)[8]) {
+  if (k + 8 <= m.cols && (m.cols & 7) == 0) {
+    if (kEncoding == KSL_ENC_BF16) {
+      const uint4 v = *reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(m.codes) +
+                                                       row * m.cols + k);
+      const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        w[2 * i] = __uint_as_float(words[i] << 16);
+        w[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+      }
+      return;
+    }
+    if (kEncoding == KSL_ENC_F32) {
+      const float4 *p =
+          reinterpret_cast<const float4 *>(static_cast<const float *>(m.codes) + row * m.cols + k);
+      const float4 a = p[0], b = p[1];
+      w[0] = a.x, w[1] = a.y, w[2] = a.z, w[3] = a.w;
+      w[4] = b.x, w[5] = b.y, w[6] = b.z, w[7] = b.w;
+      return;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 8; i++) w[i] = k + i < m.cols ? raw_value<kEncoding>(m, row, k + i) : 0.0f;
+}
+
+// Activations are padded to 16 zeros, so whole eights may be read.
+template <int kEncoding, int kTokens>
+__device__ inline void plain_dot(const PlainArgs &a, const Raw &m, int64_t row, int token, int lane,
+                                 float (&sum)[kTokens]) {
+#pragma unroll 4
+  for (int k = lane * 8; k < m.cols; k += 256) {
+    float w[8];
+    eight_values<kEncoding>(m, row, k, w);
+#pragma unroll
+    for (int t = 0; t < kTokens; t++) {
+      const int at = token + t < a.tokens ? token + t : a.tokens - 1;
+      const float4 *x =
+          reinterpret_cast<const float4 *>(a.x + static_cast<int64_t>(at) * a.x_stride + k);
+      const float4 low = x[0], high = x[1];
+      sum[t] = fmaf(w[0], low.x, sum[t]);
+      sum[t] = fmaf(w[1], low.y, sum[t]);
+      sum[t] = fmaf(w[2], low.z, sum[t]);
+      sum[t] = fmaf(w[3], low.w, sum[t]);
+      sum[t] = fmaf(w[4], high.x, sum[t]);
+      sum[t] = fmaf(w[5], high.y, sum[t]);
+      sum[t] = fmaf(w[6], high.z, sum[t]);
+      sum[t] = fmaf(w[7], high.w, sum[t]);
+    }
+  }
+}
+
+// Row `item` of all for tokens [token, token + kTokens).
+template <int kTokens>
+__device__ inline void plain_row(const PlainArgs &a, int item, int token, int lane) {
+  if (item >= a.first_row[a.n]) return;
+  int which = 0;
+  while (item >= a.first_row[which + 1]) which++;
+  const Raw &m = a.matrices[which];
+  const int64_t row = item - a.first_row[which];
+  float sum[kTokens] = {};
+  switch (m.encoding) {
+    case KSL_ENC_F32:
+      plain_dot<KSL_ENC_F32, kTokens>(a, m, row, token, lane, sum);
+      break;
+    case KSL_ENC_BF16:
+      plain_dot<KSL_ENC_BF16, kTokens>(a, m, row, token, lane, sum);
+      break;
+    case KSL_ENC_FP8:
+      plain_dot<KSL_ENC_FP8, kTokens>(a, m, row, token, lane, sum);
+      break;
+    case KSL_ENC_E2M3:
+      plain_dot<KSL_ENC_E2M3, kTokens>(a, m, row, token, lane, sum);
+      break;
+    default:
+      plain_dot<KSL_ENC_NVFP4, kTokens>(a, m, row, token, lane, sum);
+  }
+  const Output &to = a.outputs[which];
+#pragma unroll
+  for (int t = 0; t < kTokens; t++) {
+    const float total = warp_sum(sum[t]);
+    if (lane == 0 && token + t < a.tokens)
+      to.y[static_cast<int64_t>(token + t) * to.stride + row] = total;
+  }
+}
+
+// The kernels of stream.cuh. plain: rows that read the same input and are computed beside it.
+void stream_e2m3(Device *device, const Packed &m, const Split &x, const Output *outputs,
+                 const PairOutput *pair, const PlainArgs &plain, int tokens);
+void stream_nvfp4(Device *device, const Packed &m, const Split &x, const Output *outputs,
+                  const PairOutput *pair, const PlainArgs &plain, int tokens);
+
+}  // namespace ksl

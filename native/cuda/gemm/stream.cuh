@@ -1,0 +1,389 @@
+// Kernels that stream packed weights through shared memory into tensor cores, for few tokens.
+//
+// Blocks have equal shares of a matrix's tiles and one of the slices of its input elements; a
+// tile's elements in a slice are divided among `ways` warps. An output element is therefore: for
+// every slice and way one chain of products of 16 elements in ascending order, ways added in order,
+// then slices in order (by whoever reads the sums). Nothing else in the wave changes that, and both
+// kernels keep to it.
+//
+// Weights do not depend on the kernel in front: what fits into the rings is fetched before waiting
+// for it.
+#pragma once
+#include "../common/bulk.cuh"
+#include "expand.cuh"
+#include "plain.cuh"
+
+namespace ksl {
+namespace {
+
+struct StreamArgs {
+  const uint8_t *data;
+  const float *scale;
+  int supers, tiles, set_tiles, ways, slices, shares;
+  int stages;       // of a ring
+  int plain_warps;  // of a block
+  int n_parts;
+  PackedPart parts[kGroupParts];
+  Output outputs[kGroupParts];  // by part
+  const uint8_t *x;             // of a Split
+  int64_t group_bytes;          // from eight tokens to the next eight
+  float x_inverse;
+  int tokens;
+  bool paired;
+  PairOutput pair;
+  PlainArgs plain;  // rows that the last warps of the blocks take
+};
+
+__device__ inline void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0,
+                                    unsigned b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Sums of kTiles tiles and 8 kGroups tokens over the 256 elements of a block. x: a lane's place in
+// the activations in shared memory, kPart bytes for every 8 of its elements, 8 kPart for every
+// group.
+template <int kEncoding, int kTiles, int kGroups, int kPart>
+__device__ inline void consume(const uint8_t *const (&blocks)[kTiles], const uint8_t *x, int lane,
+                               float (&sum)[kTiles][kGroups][4]) {
+  constexpr bool kLate = Expand<kEncoding>::kLate;
+  constexpr int kLateTiles = kLate ? kTiles : 1, kLateGroups = kLate ? kGroups : 1;
+  Expand<kEncoding> expand[kTiles];
+  float late[kLateTiles][kLateGroups][4];
+#pragma unroll
+  for (int m = 0; m < kTiles; m++) expand[m].begin(blocks[m], lane);
+#pragma unroll
+  for (int piece = 0; piece < 4; piece++) {
+    if (kLate && (piece & 1) == 0) {
+#pragma unroll
+      for (int i = 0; i < kLateTiles * kLateGroups * 4; i++)
+        late[i / (kLateGroups * 4)][i / 4 % kLateGroups][i & 3] = 0;
+    }
+#pragma unroll
+    for (int m = 0; m < kTiles; m++) expand[m].piece(blocks[m], lane, piece);
+#pragma unroll
+    for (int part = 0; part < 2; part++) {
+      uint4 b[kGroups];
+#pragma unroll
+      for (int t = 0; t < kGroups; t++)
+        b[t] = *reinterpret_cast<const uint4 *>(x + (t * 8 + piece * 2 + part) * kPart);
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+#pragma unroll
+        for (int m = 0; m < kTiles; m++) {
+          unsigned w[4];
+          expand[m].fragment(part * 2 + half, w);
+#pragma unroll
+          for (int t = 0; t < kGroups; t++)
+            multiply_add(kLate ? late[m % kLateTiles][t % kLateGroups] : sum[m][t], w,
+                         half ? b[t].z : b[t].x, half ? b[t].w : b[t].y);
+        }
+      }
+    }
+    if constexpr (kLate) {
+      if ((piece & 1) == 0) continue;
+#pragma unroll
+      for (int m = 0; m < kTiles; m++) {
+        const float2 factors = expand[m].factors(piece >> 1);
+#pragma unroll
+        for (int i = 0; i < kGroups * 4; i++)
+          sum[m][i >> 2][i & 3] =
+              fmaf(i & 2 ? factors.y : factors.x, late[m][i >> 2][i & 3], sum[m][i >> 2][i & 3]);
+      }
+    }
+  }
+}
+
+// Rows g and g + 8 of a tile.
+__device__ inline void write_rows(const StreamArgs &a, int tile, int slice, int token, int g,
+                                  float low, float high) {
+  if (token >= a.tokens) return;
+  low = low * a.x_inverse * a.scale[tile * 16 + g];
+  high = high * a.x_inverse * a.scale[tile * 16 + g + 8];
+  if (a.paired) {
+    const int row = tile * 8 + g;
+    if (row >= a.parts[0].rows) return;
+    if (a.outputs[0].y != nullptr) {
+      a.outputs[0].y[static_cast<int64_t>(token) * a.outputs[0].stride + row] = low;
+      a.outputs[1].y[static_cast<int64_t>(token) * a.outputs[1].stride + row] = high;
+    }
+    const float value = silu(low) * high;
+    if (a.pair.act != nullptr)
+      a.pair.act[static_cast<int64_t>(token) * a.pair.stride + row] = value;
+    if (a.pair.split.data != nullptr) split_store(a.pair.split, token, row, value);
+    return;
+  }
+  int part = 0;
+  while (part + 1 < a.n_parts && tile >= a.parts[part + 1].first) part++;
+  const int row = (tile - a.parts[part].first) * 16 + g;
+  const Output &to = a.outputs[part];
+  float *y = to.y + slice * to.slice_stride + static_cast<int64_t>(token) * to.stride;
+  if (row < a.parts[part].rows) y[row] = low;
+  if (row + 8 < a.parts[part].rows) y[row + 8] = high;
+}
+
+// What a lane has of eight tokens.
+__device__ inline void write_group(const StreamArgs &a, int tile, int slice, int token, int lane,
+                                   const float (&c)[4]) {
+  token += 2 * (lane & 3);
+  write_rows(a, tile, slice, token, lane >> 2, c[0], c[2]);
+  write_rows(a, tile, slice, token + 1, lane >> 2, c[1], c[3]);
+}
+
+__device__ inline int part_begin(int all, int part, int parts) {
+  return static_cast<int>(static_cast<int64_t>(all) * part / parts);
+}
+
+// What a block has of a matrix.
+struct Share {
+  int slice, begin, range;  // of the supers
+  int first, last;          // tiles
+  __device__ explicit Share(const StreamArgs &a) {
+    const int share = blockIdx.x / a.slices;
+    slice = blockIdx.x % a.slices;
+    begin = part_begin(a.supers, slice, a.slices);
+    range = part_begin(a.supers, slice + 1, a.slices) - begin;
+    first = part_begin(a.tiles, share, a.shares);
+    last = part_begin(a.tiles, share + 1, a.shares);
+  }
+};
+
+// What the warps behind the others do; the rows are dealt out to blocks, the tokens to warps.
+__device__ inline void take_plain(const StreamArgs &a, int warp, int lane) {
+  wait_before();
+  const int rows = a.plain.first_row[a.plain.n];
+  for (int item = blockIdx.x; item < rows; item += gridDim.x) {
+    if (a.tokens == 1) {
+      if (warp == 0) plain_row<1>(a.plain, item, 0, lane);
+      continue;
+    }
+    for (int token = warp * kPlainTokens; token < a.tokens; token += a.plain_warps * kPlainTokens)
+      plain_row<kPlainTokens>(a.plain, item, token, lane);
+  }
+}
+
+// Warps [0, warps) of a block meet.
+__device__ inline void meet(int warps) {
+  asm volatile("bar.sync 1, %0;" ::"r"(warps * 32) : "memory");
+}
+
+// Up to kTokens tokens: every warp has a tile, or one of its ways, and fetches for itself, two
+// blocks at a time; the activations of the slice stay in shared memory.
+template <int kEncoding, int kTokens>
+__global__ void __launch_bounds__((kMaxStreamWarps + kMaxPlainWarps) * 32)
+    stream_few(const __grid_constant__ StreamArgs a) {
+  constexpr int kBytes = Expand<kEncoding>::kBytes, kTwo = 2 * kBytes;
+  constexpr int kLanes = kTokens * 4, kPart = kLanes * 16;
+  extern __shared__ __align__(128) uint8_t memory[];
+  allow_next();
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int warps = a.set_tiles * a.ways, stages = a.stages;
+  if (warp >= warps) {
+    take_plain(a, warp - warps, lane);
+    return;
+  }
+  const Share share(a);
+  const int way = warp % a.ways, slot = warp / a.ways;
+  const int skip = part_begin(share.range, way, a.ways);
+  const int n = part_begin(share.range, way + 1, a.ways) - skip;  // of a tile
+  uint8_t *own = memory + warp * stages * kTwo;
+  const unsigned ring = shared_at(own);
+  const unsigned barriers = shared_at(memory) + warps * stages * kTwo + warp * stages * 8;
+  uint8_t *x = memory + ((warps * stages * (kTwo + 8) + 15) & ~15);
+  // [set_tiles][ways - 1][4][32]: sums of the ways but the first
+  float *others = reinterpret_cast<float *>(x + share.range * 8 * kPart);
+  const int64_t tile_bytes = static_cast<int64_t>(a.supers) * kBytes;
+  const uint8_t *from = a.data + (share.first + slot) * tile_bytes +
+                        static_cast<int64_t>(share.begin + skip) * kBytes;
+  int tiles = n > 0 && share.first + slot < share.last
+                  ? (share.last - share.first - slot - 1) / a.set_tiles + 1
+                  : 0;
+  int left = n;
+  const auto fetch = [&](int place) {  // lane 0 alone
+    if (tiles == 0) return;
+    const int bytes = left > 1 ? kTwo : kBytes;
+    bulk_expect(barriers + place * 8, bytes);
+    bulk_load(ring + place * kTwo, from, bytes, barriers + place * 8);
+    from += bytes;
+    left -= 2;
+    if (left <= 0) {
+      left = n;
+      from += a.set_tiles * tile_bytes - static_cast<int64_t>(n) * kBytes;
+      tiles--;
+    }
+  };
+  if (lane == 0) {
+    for (int i = 0; i < stages; i++) bulk_barrier(barriers + i * 8, 1);
+    bulk_barriers_made();
+    for (int i = 0; i < stages; i++) fetch(i);
+  }
+  wait_before();
+  for (int i = threadIdx.x; i < share.range * 8 * kLanes; i += warps * 32)
+    reinterpret_cast<uint4 *>(x)[i] =
+        reinterpret_cast<const uint4 *>(a.x)[(share.begin * 8 + i / kLanes) * 32 + i % kLanes];
+  meet(warps);
+  x += skip * 8 * kPart + (min(lane >> 2, kTokens - 1) * 4 + (lane & 3)) * 16;
+  int place = 0, phase = 0;
+  for (int set = share.first; set < share.last; set += a.set_tiles) {
+    const int tile = set + slot;
+    float sum[1][1][4] = {};
+    for (int i = 0; i < n && tile < share.last; i += 2) {
+      bulk_wait(barriers + place * 8, phase);
+      const uint8_t *const one[1] = {own + place * kTwo};
+      consume<kEncoding, 1, 1, kPart>(one, x + i * 8 * kPart, lane, sum);
+      if (i + 1 < n) {
+        const uint8_t *const two[1] = {own + place * kTwo + kBytes};
+        consume<kEncoding, 1, 1, kPart>(two, x + (i + 1) * 8 * kPart, lane, sum);
+      }
+      __syncwarp();
+      if (lane == 0) fetch(place);
+      if (++place == stages) {
+        place = 0;
+        phase ^= 1;
+      }
+    }
+    if (a.ways > 1) {
+      float *to = others + slot * (a.ways - 1) * 128 + lane;
+      for (int i = 0; i < 4 && way > 0; i++) to[((way - 1) * 4 + i) * 32] = sum[0][0][i];
+      meet(warps);
+      for (int i = 0; i < (a.ways - 1) * 4 && way == 0; i++) sum[0][0][i & 3] += to[i * 32];
+      if (set + a.set_tiles < share.last) meet(warps);
+    }
+    if (way == 0 && tile < share.last) write_group(a, tile, share.slice, 0, lane, sum[0][0]);
+  }
+}
+
+// More tokens: the activations of blocks of weights lie beside them in a ring that one warp fills;
+// a stage has one block of every tile and way. The others have kTiles tiles each, or one of their
+// ways.
+template <int kEncoding, int kTiles, int kGroups>
+__global__ void __launch_bounds__((kMaxStreamWarps / kTiles + kMaxPlainWarps + 1) * 32)
+    stream_many(const __grid_constant__ StreamArgs a) {
+  constexpr int kBytes = Expand<kEncoding>::kBytes, kTokens = 8 * kGroups, kSuperBytes = 4096;
+  extern __shared__ __align__(128) uint8_t memory[];
+  allow_next();
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, stages = a.stages;
+  const int rows = (a.set_tiles + kTiles - 1) / kTiles, consumers = rows * a.ways;
+  const Share share(a);
+  const int token = blockIdx.y * kTokens;
+  const int steps = (share.range + a.ways - 1) / a.ways;
+  const int weights = a.set_tiles * kBytes;
+  const int part = weights + kGroups * kSuperBytes, stage = part * a.ways;
+  const unsigned base = shared_at(memory), barriers = base + stages * stage;  // full, empty
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < stages; i++) {
+      bulk_barrier(barriers + i * 16, 1);
+      bulk_barrier(barriers + i * 16 + 8, consumers);
+    }
+    bulk_barriers_made();
+  }
+  __syncthreads();
+  if (warp > consumers) {
+    if (blockIdx.y == 0) take_plain(a, warp - consumers - 1, lane);
+    return;
+  }
+  if (warp == consumers) {
+    const int64_t tile_bytes = static_cast<int64_t>(a.supers) * kBytes;
+    const int groups = min(kGroups, (a.tokens - token + 7) >> 3);
+    const int total = (share.last - share.first + a.set_tiles - 1) / a.set_tiles * steps;
+    const auto fetch = [&](int i, int place, bool with_weights, bool with_tokens) {
+      const int set = share.first + i / steps * a.set_tiles, step = i % steps;
+      const int there = min(a.set_tiles, share.last - set);
+      if (with_weights) {
+        int ways = 0;
+        for (int w = 0; w < a.ways; w++)
+          ways +=
+              part_begin(share.range, w, a.ways) + step < part_begin(share.range, w + 1, a.ways);
+        if (lane == 0)
+          bulk_expect(barriers + place * 16, ways * (there * kBytes + groups * kSuperBytes));
+        __syncwarp();
+      }
+      for (int w = 0; w < a.ways; w++) {
+        const int at = part_begin(share.range, w, a.ways) + step;
+        if (at >= part_begin(share.range, w + 1, a.ways)) continue;
+        const unsigned to = base + place * stage + w * part;
+        if (with_weights && lane < there)
+          bulk_load(
+              to + lane * kBytes,
+              a.data + (set + lane) * tile_bytes + static_cast<int64_t>(share.begin + at) * kBytes,
+              kBytes, barriers + place * 16);
+        if (with_tokens && lane < groups)
+          bulk_load(to + weights + lane * kSuperBytes,
+                    a.x + ((token >> 3) + lane) * a.group_bytes +
+                        static_cast<int64_t>(share.begin + at) * kSuperBytes,
+                    kSuperBytes, barriers + place * 16);
+      }
+    };
+    const int ready = min(stages, total);
+    for (int i = 0; i < ready; i++) fetch(i, i, true, false);
+    wait_before();
+    for (int i = 0; i < ready; i++) fetch(i, i, false, true);
+    int place = 0, phase = 0;
+    for (int i = ready; i < total; i++) {
+      bulk_wait(barriers + place * 16 + 8, phase);
+      fetch(i, place, true, true);
+      if (++place == stages) {
+        place = 0;
+        phase ^= 1;
+      }
+    }
+    return;
+  }
+  wait_before();
+  const int way = warp % a.ways, row = warp / a.ways;
+  const int n = part_begin(share.range, way + 1, a.ways) - part_begin(share.range, way, a.ways);
+  // [rows][ways - 1][kTiles kGroups 4][32]: sums of the ways but the first
+  float *others = reinterpret_cast<float *>(memory + stages * (stage + 16));
+  int place = 0, phase = 0;
+  for (int set = share.first; set < share.last; set += a.set_tiles) {
+    float sum[kTiles][kGroups][4] = {};
+    for (int i = 0; i < steps; i++) {
+      bulk_wait(barriers + place * 16, phase);
+      if (i < n) {
+        const uint8_t *from = memory + place * stage + way * part;
+        const uint8_t *at[kTiles];
+#pragma unroll
+        for (int m = 0; m < kTiles; m++)
+          at[m] = from + min(row * kTiles + m, a.set_tiles - 1) * kBytes;
+        consume<kEncoding, kTiles, kGroups, 512>(at, from + weights + lane * 16, lane, sum);
+      }
+      __syncwarp();
+      if (lane == 0) bulk_arrive(barriers + place * 16 + 8);
+      if (++place == stages) {
+        place = 0;
+        phase ^= 1;
+      }
+    }
+    if (a.ways > 1) {
+      constexpr int kSums = kTiles * kGroups * 4;
+      float *to = others + row * (a.ways - 1) * kSums * 32 + lane;
+      if (way > 0) {
+#pragma unroll
+        for (int i = 0; i < kSums; i++)
+          to[((way - 1) * kSums + i) * 32] = sum[i / (kGroups * 4)][i / 4 % kGroups][i & 3];
+      }
+      meet(consumers);
+      for (int w = 1; w < a.ways && way == 0; w++) {
+#pragma unroll
+        for (int i = 0; i < kSums; i++)
+          sum[i / (kGroups * 4)][i / 4 % kGroups][i & 3] += to[((w - 1) * kSums + i) * 32];
+      }
+      if (set + a.set_tiles < share.last) meet(consumers);
+    }
+    if (way != 0) continue;
+#pragma unroll
+    for (int m = 0; m < kTiles; m++) {
+      const int slot = row * kTiles + m;
+      if (slot >= a.set_tiles || set + slot >= share.last) continue;
+#pragma unroll
+      for (int t = 0; t < kGroups; t++)
+        write_group(a, set + slot, share.slice, token + t * 8, lane, sum[m][t]);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ksl
