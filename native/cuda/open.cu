@@ -371,9 +371,9 @@ int fill_backend(Backend *b, const TensorTable *tensors, ksl_error *error) {
     return no_memory(b, error, "the engine");
   }
   for (int j = 0; j < half; j++) frequency[j] = pow(spec->rope_theta, -2.0 * j / spec->rotary_dims);
-  keep_error(&b->device,
-             cudaMemcpy(b->frequency, frequency, half * sizeof(double), cudaMemcpyHostToDevice),
-             "copying frequencies");
+  // On the stream, behind the clearing of that memory.
+  upload(b, b->frequency, frequency, half * sizeof(double));
+  synchronize(b, "copying frequencies");
   alloc_free(frequency);
   code = load_weights(b, tensors, error);
   if (!code) code = make_pools(b, error);
