@@ -7,13 +7,11 @@ import json
 import numpy as np
 import pytest
 
-from kslserve.engine.cuda import CudaLibrary
 from kslserve.engine.types import RowKind
 from kslserve.ksl.open import open_model
 from tests.device.conftest import Opener
-from tests.native.driver import Driver
 from tests.native.golden import golden_arrays, golden_model
-from tests.native.test_bundled import DATA, check_top
+from tests.native.test_bundled import DATA
 
 pytestmark = pytest.mark.cuda
 
@@ -39,37 +37,35 @@ def test_golden_block_fp8(opened: Opener) -> None:
     np.testing.assert_allclose(found, golden["logits"], atol=2e-3)
 
 
-def test_bundled_model_is_greedy_exact(cuda: CudaLibrary) -> None:
+@pytest.mark.parametrize("chunk", [1, 8, 64, 128])
+def test_bundled_model_agrees(opened: Opener, chunk: int) -> None:
+    """Its FP6 products round activations, so the golden ids are the likeliest ones, given those
+    before them, almost always. Every kernel for a number of tokens."""
     items = json.loads((DATA / "nano_golden.json").read_text())["items"]
-    prompts = [item["prompt_ids"] for item in items]
-    per_slot = -(-(max(map(len, prompts)) + 64) // 16)
-    with (
-        open_model("ksl-nano") as model,
-        Driver(
+    same, total, far = 0, 0, 0.0
+    with open_model("ksl-nano") as model:
+        driver = opened(
             model.spec,
             model.tensors,
-            slots=len(prompts),
-            slabs=len(prompts),
-            blocks=per_slot * len(prompts),
-            blocks_per_slot=per_slot,
+            slots=1,
+            slabs=1,
+            blocks=40,
+            blocks_per_slot=40,
             wave_columns=128,
-            library=cuda,
-        ) as driver,
-    ):
-        streams = [driver.begin(slot) for slot in range(len(prompts))]
-        ids: list[list[int]] = [[] for _ in prompts]
-        for stream, prompt in zip(streams, prompts, strict=True):
-            stream.prefill(prompt[:-1], [128] * (len(prompt) // 128))
-        tokens = [prompt[-1] for prompt in prompts]
-        for step in range(64):
-            rows = [s.row(RowKind.LAST, [t]) for s, t in zip(streams, tokens, strict=True)]
-            result = driver.wave(rows, taps=["logits"] if step == 0 else [])
-            if step == 0:
-                for logits, item in zip(result.taps["logits"], items, strict=True):
-                    check_top(logits, item["first_top5"])
-            for stream, row, out in zip(streams, result.rows, ids, strict=True):
-                stream.position = row.position
-                out += row.tokens
-            tokens = [-1] * len(prompts)
-    for index, item in enumerate(items):
-        assert ids[index] == item["output_ids"], index
+        )
+        for item in items[:: 1 if chunk > 1 else 4]:
+            prompt, output = item["prompt_ids"], item["output_ids"]
+            stream = driver.begin(0)
+            stream.prefill(prompt[:-1], [64] * (len(prompt) // 64))
+            ids = [prompt[-1], *output[:-1]]
+            for at in range(0, len(ids), chunk):
+                row = stream.row(RowKind.PREFILL, ids[at : at + chunk])
+                logits = stream.run(row, ["logits"]).taps["logits"]
+                same += int((logits.argmax(axis=-1) == output[at : at + chunk]).sum())
+                total += len(logits)
+                if at == 0:
+                    top = {int(token): value for token, value in item["first_top5"]}
+                    far = max(far, float(np.abs(logits[0][list(top)] - [*top.values()]).max()))
+    print(f"chunk {chunk}: {same} of {total} ids, top logits off by {far:.4f}")
+    assert same >= 0.98 * total
+    assert far <= 0.1

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kslserve.engine.codecs import ENC_E2M3, ENC_NVFP4
 from kslserve.engine.model import FILL_CONSTANT, FILL_UNIFORM, Fill, ModelSpec, TensorArg
 from kslserve.engine.types import RowKind
 from tests.device.conftest import Opener
@@ -19,9 +20,11 @@ from tests.tiny import POLICIES, tiny_arrays, tiny_tensors
 pytestmark = pytest.mark.cuda
 
 F32 = npt.NDArray[np.float32]
-# Relative L2 of one tap. Two halves carry 22 bits of an activation, everything else is float32, and
-# errors grow over the layers.
+# Relative L2 of one tap. Errors grow over the layers, most in small shapes; those of products
+# of FP6 and NVFP4 matrices, whose activations are rounded to 11 bits, are seen alone in the first.
 TOLERANCE = 5e-5
+ROUNDED_FIRST, ROUNDED = 4e-4, 3e-2
+FIRST_PRODUCTS = ("0.layers.0.gdn_qkv", "0.layers.0.gdn_z")
 
 
 def distance(found: F32, expected: F32) -> float:
@@ -60,7 +63,14 @@ def test_every_tap(opened: Opener, shape: str, policy: str) -> None:
     assert found.keys() == expected.keys()
     far = {name: distance(found[name], expected[name]) for name in expected}
     worst = sorted(far.items(), key=lambda item: -item[1])[:5]
-    first_bad = [(name, far[name]) for name in expected if not far[name] <= TOLERANCE][:5]
+    rounded = policy in ("e2m3", "nvfp4", "mixed")
+
+    def limit(name: str) -> float:
+        if not rounded:
+            return TOLERANCE
+        return ROUNDED_FIRST if name in FIRST_PRODUCTS else ROUNDED
+
+    first_bad = [(name, far[name]) for name in expected if not far[name] <= limit(name)][:5]
     print(shape, policy, "worst", worst[0])
     assert not first_bad, f"seed {seed}: first {first_bad}, worst {worst}"
 
@@ -80,7 +90,8 @@ def test_tensors_made_on_the_device(opened: Opener, encoding: int) -> None:
         stream = opened(spec, tensors, on=on).begin(0)
         result = stream.run(stream.row(RowKind.PREFILL, ids), ["logits"])
         logits.append(result.taps["logits"].copy())
-    assert distance(logits[0], logits[1]) <= TOLERANCE
+    limit = ROUNDED if encoding in (ENC_E2M3, ENC_NVFP4) else TOLERANCE
+    assert distance(logits[0], logits[1]) <= limit
 
 
 def rotated(values: F32) -> F32:
