@@ -94,8 +94,15 @@ class Grammars:
 
                 wrapper: Any = _Vocabulary(self._tokenizer, self._vocab)
                 end = list(self._tokenizer.end_of_turn_ids)
-                table = LLTokenizer(wrapper, eos_token=end, slices=[])
-                self._table = table.with_slices(_SLICES)
+                try:
+                    table = LLTokenizer(wrapper, eos_token=end, slices=[])
+                    self._table = table.with_slices(_SLICES)
+                except BaseException as error:
+                    # A panic of the library, which is no Exception: tokens that it does not take.
+                    if type(error).__name__ != "PanicException":
+                        raise
+                    text = "structured output cannot be had with this tokenizer"
+                    raise GrammarError(f"{text}: {_first_lines(str(error))}") from None
             return self._table
 
 

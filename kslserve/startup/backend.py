@@ -22,7 +22,7 @@ from kslserve.ksl.model import ModelFile, read_texts
 from kslserve.ksl.open import open_model, open_source
 from kslserve.sched.cache.diskstore import DiskStore, Scan, StateSizes
 from kslserve.sched.spec.policy import SpecPolicy
-from kslserve.service.grammar import Grammars
+from kslserve.service.grammar import GrammarError, Grammars
 from kslserve.service.model import ServedModel
 from kslserve.service.turnstore import Kept, TurnStore
 from kslserve.startup.device import free_bytes, open_library, place
@@ -62,7 +62,7 @@ def open_backend(settings: Settings, log_line: Callable[[str], None]) -> Backend
     with model:
         settings = place(settings, model.spec)
         notes = list(model.notes)
-        tokenizer = _tokenizer(settings, model, notes)
+        tokenizer = own = _tokenizer(settings, model, notes)
         script = None
         if settings.engine == "scripted":
             script = Script.load(settings.script, tokenizer.size)
@@ -88,6 +88,13 @@ def open_backend(settings: Settings, log_line: Callable[[str], None]) -> Backend
             vocab=tokenizer.size,
             created=int(time.time()),
         )
+        # Under a mask a script speaks in the tokenizer's own ids.
+        grammars = Grammars(own, engine.info.vocab)
+        if model.tokenizer_json is not None:
+            try:
+                grammars.build()  # later it would hold up every stream for most of a second
+            except GrammarError as error:
+                notes.append(str(error))
         lines = tuple(describe(model, engine.info, served, template.version, notes, drafts))
         disk = _open_disk(settings, identity, engine.info)
         scan, turns, kept = None, None, []
@@ -96,9 +103,6 @@ def open_backend(settings: Settings, log_line: Callable[[str], None]) -> Backend
             size = settings.prefix_cache_disk_bytes
             turns = TurnStore(disk.folder, disk.sizes.fingerprint, size)
             kept = turns.load()
-        grammars = Grammars(tokenizer, engine.info.vocab)
-        if model.tokenizer_json is not None:
-            grammars.build()  # later it would hold up every stream for most of a second
     return Backend(
         engine, tokenizer, template, served, grammars, drafts, disk, scan, turns, kept, lines
     )

@@ -7,13 +7,13 @@ import functools
 import json
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from kslserve.errors import InvalidRequest, KslError
 from kslserve.service.constrain import Constraint
-from kslserve.service.grammar import Grammars
+from kslserve.service.grammar import GrammarError, Grammars
 from tests.unit.service.guiding import (
     Guides,
     ResponseFormat,
@@ -560,3 +560,19 @@ def test_callbacks() -> None:
     run.guide.when_failed(lambda error: heard.append(error.code))
     run.give(ids_of("{")[0])
     assert heard == ["ready"], "one call each"
+
+
+def test_a_tokenizer_that_the_library_does_not_take() -> None:
+    """It panics over tokens that are too long; that is a refusal like any other."""
+
+    class Long:
+        def __init__(self) -> None:
+            self.bytes_of = [*nano().bytes_of, *(b"ab" * n for n in range(2000))]
+            self.size = len(self.bytes_of)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(nano(), name)
+
+    grammars = Grammars(cast(Any, Long()), Long().size)
+    with pytest.raises(GrammarError, match="cannot be had with this tokenizer"):
+        grammars.build()
