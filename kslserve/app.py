@@ -31,7 +31,6 @@ from kslserve.sched.cache.diskthread import DiskThread
 from kslserve.sched.cache.disktier import Disk
 from kslserve.sched.cache.saves import CachePolicy
 from kslserve.sched.scheduler import SchedLimits, Scheduler
-from kslserve.sched.spec.policy import SpecPolicy
 from kslserve.service.echo import EchoTable, Turn
 from kslserve.service.prepare import Preparer
 from kslserve.service.recoveries import Recoveries
@@ -162,7 +161,7 @@ class App:
         self.engine = backend.engine
         scheduler = Scheduler(
             backend.engine,
-            _sched_limits(settings, backend.model.context, backend.drafts),
+            _sched_limits(settings, backend),
             self.metrics,
             on_fatal=self._fatal,
         )
@@ -331,20 +330,21 @@ def _http_limits(settings: Settings) -> HttpLimits:
     )
 
 
-def _sched_limits(settings: Settings, context: int, drafts: SpecPolicy | None) -> SchedLimits:
+def _sched_limits(settings: Settings, backend: Backend) -> SchedLimits:
+    info = backend.engine.info
     cache = None
     if settings.prefix_cache:
         cache = CachePolicy(host_bytes=settings.prefix_cache_host_bytes)
     return SchedLimits(
-        max_seqs=settings.max_seqs,
+        max_seqs=info.slots,
         max_queue=settings.max_queue,
-        wave_columns=settings.wave_columns,
+        wave_columns=info.wave_columns - info.slots,
         wave_target_ms=settings.wave_target_ms,
         decode_gap_ms=settings.decode_gap_ms,
         queue_timeout_s=settings.queue_timeout_s,
         request_timeout_s=settings.request_timeout_s,
-        context=context,
+        context=backend.model.context,
         cache=cache,
         submit_ahead=settings.submit_ahead,
-        spec=drafts,
+        spec=backend.drafts,
     )

@@ -95,8 +95,14 @@ class Settings:
         AUTO, "int", "size of the KV pool in tokens; auto: what memory allows", low=16, auto=True
     )
     block_tokens: int = _s(128, "int", "tokens of a KV block, a multiple of 16", low=16, high=4096)
-    max_seqs: int = _s(8, "int", "sequences that run at once", low=1, high=1024)
-    wave_columns: int = _s(512, "int", "prompt columns of a wave", low=16, high=65536)
+    max_seqs: int = _s(
+        AUTO, "int", "sequences that run at once; auto: 8, on CUDA 32 where their state is small "
+        "beside the memory", low=1, high=1024, auto=True,
+    )  # fmt: skip
+    wave_columns: int = _s(
+        AUTO, "int", "prompt columns of a wave; auto: 512, on CUDA 2048", low=16, high=65536,
+        auto=True,
+    )  # fmt: skip
     wave_target_ms: float = _s(50.0, "float", "time a wave should take", low=1)
     decode_gap_ms: float = _s(
         250.0, "float", "longest gap of a decoding sequence beside prompts", low=1

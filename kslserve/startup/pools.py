@@ -13,6 +13,8 @@ from kslserve.errors import UsageError
 
 _CACHE_SLABS_MIN, _CACHE_SLABS_MAX = 2, 64
 _CACHE_SHARE = 8  # one part in so many of the free memory may be slabs of checkpoints
+_SEQUENCES, _DEVICE_SEQUENCES = 8, 32
+_COLUMNS, _DEVICE_COLUMNS = 512, 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,22 @@ def cache_slabs(settings: Settings, spec: ModelSpec, free_bytes: int) -> int:
     return min(max(fitting, _CACHE_SLABS_MIN), _CACHE_SLABS_MAX)
 
 
+def sequences(settings: Settings, spec: ModelSpec, free_bytes: int) -> int:
+    """Sequences at once: as set, or many on a device whose memory they leave to others."""
+    if settings.max_seqs != AUTO:
+        return settings.max_seqs
+    room = max(free_bytes, 0) // _CACHE_SHARE
+    many = settings.device == "cuda" and _DEVICE_SEQUENCES * slab_bytes(spec) <= room
+    return _DEVICE_SEQUENCES if many else _SEQUENCES
+
+
+def columns(settings: Settings) -> int:
+    """Prompt columns of a wave: as set, or what the device needs to be busy."""
+    if settings.wave_columns != AUTO:
+        return settings.wave_columns
+    return _DEVICE_COLUMNS if settings.device == "cuda" else _COLUMNS
+
+
 def plan_pools(settings: Settings, spec: ModelSpec, free_bytes: int) -> PoolPlan:
     """Size the pools. free_bytes: memory that is left beside the weights; half of it may be KV.
 
@@ -51,6 +69,7 @@ def plan_pools(settings: Settings, spec: ModelSpec, free_bytes: int) -> PoolPlan
     """
     block = settings.block_tokens
     token_bytes = kv_token_bytes(spec, kv_format(settings))
+    slots = sequences(settings, spec, free_bytes)
     notes: list[str] = []
     half = max(free_bytes, 0) // 2 // token_bytes // block * block
     context = settings.context
@@ -79,16 +98,16 @@ def plan_pools(settings: Settings, spec: ModelSpec, free_bytes: int) -> PoolPlan
                 f"{kv_format(settings)}, but {size(max(free_bytes, 0))} are free: "
                 f"{_what_fits(settings, spec, blocks_per_context * block, free_bytes)}."
             )
-        contexts = max(1, min(settings.max_seqs, half // (blocks_per_context * block)))
+        contexts = max(1, min(slots, half // (blocks_per_context * block)))
         blocks = contexts * blocks_per_context
     sizes = PoolSizes(
-        slots=settings.max_seqs,
-        slabs=settings.max_seqs + cache_slabs(settings, spec, free_bytes),
+        slots=slots,
+        slabs=slots + cache_slabs(settings, spec, free_bytes),
         blocks=blocks,
         block_tokens=block,
         blocks_per_slot=min(blocks, blocks_per_context),
         # Decode rows ride beside a full prompt chunk.
-        wave_columns=settings.wave_columns + settings.max_seqs,
+        wave_columns=columns(settings) + slots,
         ring_depth=2 if settings.submit_ahead else 1,
     )
     return PoolPlan(sizes, min(context, blocks * block), tuple(notes))

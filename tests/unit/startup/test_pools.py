@@ -119,6 +119,17 @@ def test_slabs_for_checkpoints() -> None:
     assert slabs(8 * slab, context=128) == 2
 
 
+def test_a_device_is_kept_busy() -> None:
+    """Wide waves, and many sequences where their slabs leave the memory to others."""
+    plan = plan_pools(Settings(device="cuda"), SPEC, PLENTY)
+    assert (plan.sizes.slots, plan.sizes.wave_columns) == (32, 2048 + 32)
+    slab = 4 * (4 * 128 * 128 + 3 * 1024 + 256)
+    plan = plan_pools(Settings(device="cuda", context=128), SPEC, 8 * 31 * slab)
+    assert (plan.sizes.slots, plan.sizes.wave_columns) == (8, 2048 + 8)
+    plan = plan_pools(Settings(device="cuda", max_seqs=3, wave_columns=64), SPEC, PLENTY)
+    assert (plan.sizes.slots, plan.sizes.wave_columns) == (3, 64 + 3)
+
+
 def test_sizes_for_people() -> None:
     assert size(0) == "0 B"
     assert size(1023) == "1023 B"
