@@ -1,34 +1,28 @@
 """Decode speed of the CUDA backend on a model without data.
 
-    python bench/device.py [--model synth:27b] [--weights nvfp4,fp6] [--kv q4]
-                           [--streams 1,2,4,8,16,32] [--contexts 2048,32768] [--waves 24]
-                           [--json FILE]
+    python -m bench.device [--model synth:27b] [--weights nvfp4,fp6] [--kv q4]
+                           [--streams 1,2,4,8,16,32] [--contexts 2048,32768] [--waves 24] [--save]
 
 First the read bandwidth of the device is measured, then every cell: `streams` sequences that each
 have `context` computed positions decode one token a wave. KV rows hold whatever the pool holds,
-which costs the same to read. A cell that does not fit in memory is left out with a line.
+which costs the same to read. ratio: the rate at which weights are read over that bandwidth. A cell
+that does not fit in memory is left out with a line. Prompts: bench.prefill.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
-import json
 import statistics
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from kslserve.core.sampling import SamplingParams  # noqa: E402
-from kslserve.engine.cuda import find_library, load_library  # noqa: E402
-from kslserve.engine.model import PoolSizes  # noqa: E402
-from kslserve.engine.native import NativeEngine  # noqa: E402
-from kslserve.engine.types import (  # noqa: E402
+from bench.report import Report
+from kslserve.core.sampling import SamplingParams
+from kslserve.engine.cuda import load_library
+from kslserve.engine.model import PoolSizes
+from kslserve.engine.native import NativeEngine
+from kslserve.engine.types import (
     Done,
     OpKind,
     Row,
@@ -38,18 +32,10 @@ from kslserve.engine.types import (  # noqa: E402
     TableEdit,
     Wave,
 )
-from kslserve.errors import KslError  # noqa: E402
-from kslserve.ksl.open import open_model  # noqa: E402
+from kslserve.errors import KslError
+from kslserve.ksl.open import open_model
 
 BLOCK = 128
-
-
-def read_bandwidth() -> float:
-    """Bytes per second of a plain reader."""
-    handle = ctypes.CDLL(str(find_library()))
-    probe = handle.ksl_cuda_read_bandwidth
-    probe.restype, probe.argtypes = ctypes.c_double, [ctypes.c_size_t]
-    return float(probe(8 << 30))
 
 
 class Runner:
@@ -100,29 +86,10 @@ async def cell(runner: Runner, streams: int, context: int, waves: int) -> dict[s
     return {"wave_ms": wave, "gap_ms": gap, "tok_s": streams / (wave + gap) * 1e3}
 
 
-async def prompt(runner: Runner, n: int, columns: int) -> float:
-    """Tokens per second of a cold prompt of n tokens."""
-    blocks = list(range(-(-n // BLOCK) + 1))
-    config = SlotConfig(SamplingParams(temperature=0.0), 0)
-    await runner.wave(
-        before=[StateOp(OpKind.ZERO_SLAB, 0), StateOp(OpKind.CONFIGURE, 0, data=config)],
-        edits=[TableEdit(0, 0, blocks)],
-    )
-    total = 0.0
-    for start in range(0, n, columns):
-        part = min(columns, n - start)
-        done = await runner.wave(
-            rows=[Row(RowKind.PREFILL, 0, 0, start, part, list(range(1, part + 1)))]
-        )
-        total += (done.ended_ns - done.started_ns) / 1e9
-    return n / total
-
-
-async def bench(options: argparse.Namespace) -> dict[str, Any]:
-    bandwidth = read_bandwidth()
-    print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s", flush=True)
-    result: dict[str, Any] = {"read_bytes_per_s": bandwidth, "cells": []}
+async def bench(options: argparse.Namespace, report: Report) -> None:
     library = load_library()
+    bandwidth = library.read_bandwidth(8 << 30)
+    report.add("read_bandwidth", gb_s=bandwidth / 1e9)
     for weights in options.weights.split(","):
         for context in map(int, options.contexts.split(",")):
             streams = sorted(map(int, options.streams.split(",")))
@@ -159,22 +126,11 @@ async def bench(options: argparse.Namespace) -> dict[str, Any]:
                 for n in streams:
                     found = await cell(runner, n, context, options.waves)
                     share = info.token_bytes / (found["wave_ms"] / 1e3) / bandwidth
-                    print(
-                        f"{weights} {options.kv} {n:3} streams x {context:6}: "
-                        f"{found['wave_ms']:8.3f} ms a wave, gap {found['gap_ms']:.3f} ms, "
-                        f"{found['tok_s']:8.1f} tok/s, weights at {share:.0%} of the bandwidth",
-                        flush=True,
+                    report.add(
+                        f"{weights}_{n}x{context}", **found, ratio=share, of="read bandwidth"
                     )
-                    result["cells"].append(
-                        {"weights": weights, "streams": n, "context": context, **found}
-                    )
-                if options.prompt and context == int(options.contexts.split(",")[0]):
-                    speed = await prompt(runner, min(options.prompt, context), options.columns)
-                    print(f"{weights} prompt {options.prompt}: {speed:.0f} tok/s", flush=True)
-                    result["cells"].append({"weights": weights, "prompt_tok_s": speed})
                 engine.close()
                 break
-    return result
 
 
 def main() -> None:
@@ -185,13 +141,12 @@ def main() -> None:
     parser.add_argument("--streams", default="1,2,4,8,16,32")
     parser.add_argument("--contexts", default="2048,8192,32768,131072")
     parser.add_argument("--waves", type=int, default=24)
-    parser.add_argument("--columns", type=int, default=512)
-    parser.add_argument("--prompt", type=int, default=2048)
-    parser.add_argument("--json")
+    parser.add_argument("--columns", type=int, default=64)
+    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
-    result = asyncio.run(bench(options))
-    if options.json:
-        Path(options.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    report = Report("device")
+    asyncio.run(bench(options, report))
+    report.write(options.save)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,14 @@ def machine() -> dict[str, Any]:
         memory = int(Path("/proc/meminfo").read_text().split()[1]) // 1024
     except OSError:
         memory = 0
+    gpu = (
+        {"gpu": name}
+        if (name := _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader"))
+        else {}
+    )
     return {
         "cpu": model,
+        **gpu,
         "cores": len(os.sched_getaffinity(0)),
         "memory_mib": memory,
         "system": f"{platform.system()} {platform.machine()}",
@@ -41,14 +47,17 @@ def machine() -> dict[str, Any]:
 
 def commit() -> str:
     """Short commit of the tree, with `+` when it has uncommitted changes."""
+    dirty = "+" if _output("git", "status", "--porcelain") else ""
+    return _output("git", "rev-parse", "--short", "HEAD") + dirty
 
-    def git(*arguments: str) -> str:
-        done = subprocess.run(
-            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
-        )
-        return done.stdout.strip()
 
-    return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else "")
+def _output(*command: str) -> str:
+    """What a program prints; empty where it is missing or fails."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 class Report:
