@@ -187,7 +187,7 @@ def main() -> None:
     window = sizes[-1] + 4096
     server = Server(
         *(args.flags or DEFAULT_FLAGS), "--context", str(window),
-        "--kv-tokens", str(4 * window), "--max-seqs", "16",
+        "--kv-tokens", str(8 * window), "--max-seqs", "16",
     )  # fmt: skip
     report = Report("at_size")
     texts = Texts(seed=5)

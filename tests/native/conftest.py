@@ -13,13 +13,14 @@ from tests.tiny import tiny_arrays, tiny_spec, tiny_tensors, wide_spec
 class Engines:
     """Engines of the tiny model (every encoding in it), opened once for all tests. A test begins
     its own sequences, so nothing is left over from another.
-    The KV formats but f32 have heads of 64 dimensions, which all of them take."""
+    The KV formats but f32 have heads of 64 dimensions, which all of them take; so has f32 with
+    `wide`."""
 
     def __init__(self) -> None:
         self._models = {}
         for wide, spec in ((False, tiny_spec()), (True, wide_spec())):
             self._models[wide] = spec, tiny_tensors(spec, tiny_arrays(spec), "mixed")
-        self._open: dict[tuple[str, str, int, str], Driver] = {}
+        self._open: dict[tuple[str, str, int, str, bool], Driver] = {}
 
     def get(
         self,
@@ -27,11 +28,13 @@ class Engines:
         kv: str = "f32",
         threads: int = 1,
         activations: str = "float",
+        wide: bool = False,
     ) -> Driver:
-        key = (isa, kv, threads, activations)
+        wide = wide or kv != "f32"
+        key = (isa, kv, threads, activations, wide)
         if key not in self._open:
             self._open[key] = Driver(
-                *self._models[kv != "f32"],
+                *self._models[wide],
                 isa=isa,
                 kv=kv,
                 threads=threads,

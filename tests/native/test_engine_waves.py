@@ -84,7 +84,7 @@ def test_models_of_one_layer_kind(kinds: tuple[str, ...]) -> None:
 def test_bf16_kv_is_close_to_f32(engines: Engines) -> None:
     logits = []
     for kv in ("f32", "bf16"):
-        stream = engines.get(kv=kv).begin(0)
+        stream = engines.get(kv=kv, wide=True).begin(0)
         logits.append(stream.run(stream.row(RowKind.PREFILL, IDS[:90]), ["logits"]).taps["logits"])
     assert 1e-5 < relative(logits[1], logits[0]) < 1e-2
 
@@ -468,7 +468,8 @@ def test_info(tiny: Driver, engines: Engines) -> None:
     assert info.slab_bytes == 4 * state
     assert info.kv_token_bytes == 2 * 2 * 2 * 24 * 4
     assert info.block_bytes == 16 * info.kv_token_bytes
-    assert engines.get(kv="bf16").info.block_bytes == info.block_bytes // 2
+    wide = engines.get(wide=True).info
+    assert engines.get(kv="bf16").info.block_bytes == wide.block_bytes // 2
     assert 0 < info.token_bytes < info.weight_bytes
     texts = [ffi.string(x).decode() for x in (info.isa, info.activation, info.equality)]
     assert texts == [ISA_PATHS[-1], "float", "bit"]

@@ -123,7 +123,7 @@ class Messages:
         turn = self.turn([body])
         usage = body["usage"]
         turn.cached, turn.output = usage["cache_read_input_tokens"], usage["output_tokens"]
-        turn.prompt = usage["input_tokens"] + turn.cached
+        turn.prompt = usage["input_tokens"] + turn.cached + usage["cache_creation_input_tokens"]
         return turn
 
     def echo(self, entries: Iterable[Json], said: Turn, ours: Turn, ids: dict[str, str]) -> None:
