@@ -323,7 +323,7 @@ int make_long_rows(Backend *b, ksl_error *error) {
   const GdnShape shape = {s->lin_key_heads, s->lin_value_heads, s->lin_key_dim, s->lin_value_dim,
                           s->conv_channels};
   b->long_rows =
-      config->kv_format != KSL_KV_F32 &&
+      config->kv_format != KSL_KV_F32 && config->wave_columns >= kLongRow &&
       (s->kv_layers == 0 || attn_flash_runs(b->major, config->kv_format, s->head_dim, group)) &&
       (s->linear_layers == 0 || gdn_chunks_run(shape));
   if (!b->long_rows) return KSL_OK;
@@ -434,7 +434,8 @@ void cuda_info(Backend *b, ksl_info *info) {
   info->scratch_bytes = b->scratch_bytes;
   snprintf(info->isa, sizeof info->isa, "%s", b->name);
   // Activations of packed products are halves, or e4m3 for FP6 weights in waves of many tokens; all
-  // else is float32. So what a token's wave held beside it can change its bits.
+  // else is float32. Bits depend on what a token's wave held beside it where waves may have more
+  // than kWideTokens columns, and on the length of its row where prompt rows may have kLongRow.
   const bool packed = b->encodings & (1u << KSL_ENC_E2M3 | 1u << KSL_ENC_NVFP4);
   const bool large = b->config->wave_columns > kWideTokens;
   const bool both = packed && b->major == 9 && large;
