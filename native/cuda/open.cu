@@ -225,7 +225,7 @@ int make_scratch(Backend *b, ksl_error *error) {
   const int64_t unit = s->kv_layers ? static_cast<int64_t>(s->heads) * (s->head_dim + 2) : 1;
   int64_t units = 16384 > most ? 16384 : most;
   const int64_t longest = divide_up(
-      static_cast<int64_t>(config->max_blocks_per_slot) * config->block_tokens, kChunkKeys);
+      static_cast<int64_t>(config->max_blocks_per_slot) * config->block_tokens, kTileKeys);
   if (units > longest * most) units = longest * most;
   b->attn_partial_floats = unit * units;
   b->attn_partial = own_many<float>(b, b->attn_partial_floats);
