@@ -73,6 +73,16 @@ def health(server: Server) -> dict[str, Any]:
     return found
 
 
+def settled(server: Server) -> dict[str, Any]:
+    """The scheduler's counts once nothing runs, or after SETTLE_S seconds."""
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        found: dict[str, Any] = health(server)["scheduler"]
+        if not found["running"] + found["queued"] or time.monotonic() > deadline:
+            return found
+        time.sleep(0.2)
+
+
 def device_mib() -> int:
     """Memory in use on the device; 0 where it cannot be asked."""
     try:
@@ -155,15 +165,10 @@ def churn(report: Report, server: Server, texts: Texts, seconds: float, most: in
                 grown = texts.follow(messages, answer, rng.choice((50, 200, 2000)))
             messages = grown if size < most and rng.random() < 0.93 else []
 
-    before, memory = health(server)["scheduler"], device_mib()
+    before, memory = settled(server), device_mib()
     with ThreadPoolExecutor(CLIENTS) as pool:
         list(pool.map(client, range(CLIENTS)))
-    deadline = time.monotonic() + SETTLE_S
-    while True:
-        after = health(server)["scheduler"]
-        if not after["running"] + after["queued"] or time.monotonic() > deadline:
-            break
-        time.sleep(0.2)
+    after = settled(server)
     kept = {name: after[name] - before[name] for name in ("slots_free", "blocks_free", "running")}
     report.add(
         "churn", **counts, shared=counts["cached"] / max(counts["prompt"], 1),

@@ -22,11 +22,8 @@ def place(settings: Settings, spec: ModelSpec) -> Settings:
     from kslserve.engine.cuda import device_present
 
     device = settings.device
-    exact = settings.activations == "float"
     if device == "auto":
-        device = "cuda" if not exact and device_present() else "cpu"
-    if device == "cuda" and exact:
-        raise UsageError("--activations float needs --device cpu: CUDA has a form of its own.")
+        device = "cuda" if device_present() else "cpu"
     kv = settings.kv
     if device == "cuda" and kv == "auto":
         kv = "bf16" if kv_problem(spec, "q4") else "q4"
