@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from bench.device import BLOCK, Runner
+from bench.device import BLOCK
 from bench.report import ROOT, Report
 from kslserve.core.sampling import SamplingParams
 from kslserve.engine import codecs
@@ -29,6 +29,7 @@ from kslserve.engine.native import NativeEngine
 from kslserve.engine.types import OpKind, Row, RowKind, SlotConfig, StateOp, TableEdit
 from kslserve.ksl.layout import HEAD
 from kslserve.ksl.open import open_model
+from kslserve.selftest.waves import Waves
 
 F64 = npt.NDArray[np.float64]
 MOST = 512
@@ -45,10 +46,10 @@ def sequences(model: str) -> list[list[int]]:
 
 async def score(engine: NativeEngine, ids: list[int], columns: int, vocab: int) -> F64:
     """Log-probabilities [len(ids), vocab] after every position."""
-    runner = Runner(engine)
+    runner = Waves(engine)
     config = SlotConfig(SamplingParams(temperature=0.0), 0)
     blocks = list(range(-(-len(ids) // BLOCK)))
-    await runner.wave(
+    await runner.run(
         before=[StateOp(OpKind.ZERO_SLAB, 0), StateOp(OpKind.CONFIGURE, 0, data=config)],
         edits=[TableEdit(0, 0, blocks)],
     )
@@ -56,7 +57,7 @@ async def score(engine: NativeEngine, ids: list[int], columns: int, vocab: int) 
     for start in range(0, len(ids), columns):
         part = ids[start : start + columns]
         row = Row(RowKind.PREFILL, 0, 0, start, len(part), part)
-        done = await runner.wave(rows=[row], taps=("logits",))
+        done = await runner.run(rows=[row], taps=("logits",))
         parts.append(done.taps["logits"].reshape(len(part), vocab))
     logits = np.concatenate(parts).astype(np.float64)
     logits -= logits.max(axis=1, keepdims=True)

@@ -15,61 +15,21 @@ import argparse
 import asyncio
 import statistics
 import time
-from typing import Any
 
 from bench.report import Report
-from kslserve.core.sampling import SamplingParams
 from kslserve.engine.cuda import load_library
 from kslserve.engine.model import PoolSizes
 from kslserve.engine.native import NativeEngine
-from kslserve.engine.types import (
-    Done,
-    OpKind,
-    Row,
-    RowKind,
-    SlotConfig,
-    StateOp,
-    TableEdit,
-    Wave,
-)
+from kslserve.engine.types import Row, RowKind
 from kslserve.errors import KslError
 from kslserve.ksl.open import open_model
+from kslserve.selftest.waves import Waves
 
 BLOCK = 128
 
 
-class Runner:
-    """One engine and its waves, one at a time."""
-
-    def __init__(self, engine: NativeEngine) -> None:
-        self.engine = engine
-        self.id = 0
-        self.waiting: asyncio.Future[Done] | None = None
-        engine.start(self._done)
-
-    def _done(self, done: Done) -> None:
-        assert self.waiting is not None
-        self.waiting.set_result(done)
-
-    async def wave(self, **parts: Any) -> Done:
-        self.id += 1
-        self.waiting = asyncio.get_running_loop().create_future()
-        assert self.engine.submit(Wave(self.id, **parts))
-        done = await self.waiting
-        if done.error:
-            raise SystemExit(done.error)
-        return done
-
-
-async def cell(runner: Runner, streams: int, context: int, waves: int) -> dict[str, float]:
-    per_slot = -(-(context + waves + 8) // BLOCK)
-    before, edits = [], []
-    for slot in range(streams):
-        before.append(StateOp(OpKind.ZERO_SLAB, slot))
-        config = SlotConfig(SamplingParams(temperature=0.0), slot)
-        before.append(StateOp(OpKind.CONFIGURE, slot, data=config))
-        edits.append(TableEdit(slot, 0, list(range(slot * per_slot, (slot + 1) * per_slot))))
-    await runner.wave(before=before, edits=edits)
+async def cell(runner: Waves, streams: int, context: int, waves: int) -> dict[str, float]:
+    await runner.begin(range(streams))
     device, gaps = [], []
     last_end = 0
     for step in range(waves):
@@ -77,7 +37,7 @@ async def cell(runner: Runner, streams: int, context: int, waves: int) -> dict[s
             Row(RowKind.LAST, slot, slot, context + step, 1, [11 + slot if step == 0 else -1])
             for slot in range(streams)
         ]
-        done = await runner.wave(rows=rows)
+        done = await runner.run(rows=rows)
         if step >= 4:
             device.append((done.ended_ns - done.started_ns) / 1e6)
             gaps.append((done.started_ns - last_end) / 1e6)
@@ -122,7 +82,7 @@ async def bench(options: argparse.Namespace, report: Report) -> None:
                     f"{info.scratch_bytes / 2**30:.2f} GiB; {info.numerics}",
                     flush=True,
                 )
-                runner = Runner(engine)
+                runner = Waves(engine)
                 for n in streams:
                     found = await cell(runner, n, context, options.waves)
                     share = info.token_bytes / (found["wave_ms"] / 1e3) / bandwidth

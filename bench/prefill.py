@@ -15,14 +15,14 @@ import argparse
 import asyncio
 import statistics
 
-from bench.device import BLOCK, Runner
+from bench.device import BLOCK
 from bench.report import Report
-from kslserve.core.sampling import SamplingParams
 from kslserve.engine.cuda import load_library
 from kslserve.engine.model import ModelSpec, PoolSizes
 from kslserve.engine.native import NativeEngine
-from kslserve.engine.types import OpKind, Row, RowKind, SlotConfig, StateOp, TableEdit
+from kslserve.engine.types import Row, RowKind
 from kslserve.ksl.open import open_model
+from kslserve.selftest.waves import Waves
 
 WARM = 200
 
@@ -60,20 +60,12 @@ def matmul_peak() -> float:
 class Prompts:
     """Waves of two slots with one long table each."""
 
-    def __init__(self, engine: NativeEngine, blocks_per_slot: int, columns: int) -> None:
-        self.runner = Runner(engine)
-        self.per_slot, self.columns = blocks_per_slot, columns
-
-    async def begin(self, slot: int) -> None:
-        config = SlotConfig(SamplingParams(temperature=0.0), slot)
-        blocks = list(range(slot * self.per_slot, (slot + 1) * self.per_slot))
-        await self.runner.wave(
-            before=[StateOp(OpKind.ZERO_SLAB, slot), StateOp(OpKind.CONFIGURE, slot, data=config)],
-            edits=[TableEdit(slot, 0, blocks)],
-        )
+    def __init__(self, engine: NativeEngine, columns: int) -> None:
+        self.runner = Waves(engine)
+        self.columns = columns
 
     async def wave(self, rows: list[Row]) -> float:
-        done = await self.runner.wave(rows=rows)
+        done = await self.runner.run(rows=rows)
         return (done.ended_ns - done.started_ns) / 1e9
 
     async def prompt(self, start: int, n: int) -> float:
@@ -98,15 +90,15 @@ class Prompts:
 async def bench(
     report: Report, weights: str, token_flops: float, engine: NativeEngine, args: argparse.Namespace
 ) -> None:
-    prompts = Prompts(engine, args.per_slot, args.columns)
+    prompts = Prompts(engine, args.columns)
     lengths = args.lengths
     peak = matmul_peak()
-    await prompts.begin(0)
-    await prompts.begin(1)
+    await prompts.runner.begin([0])
+    await prompts.runner.begin([1])
     await prompts.prompt(0, min(lengths))
     cold = {}
     for n in lengths:
-        await prompts.begin(0)
+        await prompts.runner.begin([0])
         cold[n] = await prompts.prompt(0, n)
         flops = token_flops * n / cold[n]
         figures = {"tok_s": n / cold[n], "ms": cold[n] * 1e3, "tflops": flops / 1e12}
