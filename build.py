@@ -336,7 +336,20 @@ def build_wheel(
 ) -> str:
     extension = compile_extension(BUILD)
     contents = [(name, path.read_bytes()) for name, path in _package_files()]
-    return _write_wheel(wheel_directory, [*contents, (EXTENSION, extension.read_bytes())])
+    contents += [(EXTENSION, extension.read_bytes()), *_cuda_library()]
+    return _write_wheel(wheel_directory, contents)
+
+
+def _cuda_library() -> list[tuple[str, bytes]]:
+    """The CUDA library for the wheel, if `build.py cuda` made it from these sources."""
+    path = BUILD / CUDA_LIBRARY
+    if not path.is_file():
+        return []
+    data = path.read_bytes()
+    if _abi().source_digest(ROOT).encode() in data:
+        return [(CUDA_LIBRARY, data)]
+    print(f"{path} is from other sources and stays out of the wheel", file=sys.stderr)
+    return []
 
 
 def build_editable(
