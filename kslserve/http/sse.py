@@ -20,7 +20,7 @@ def frame(data: bytes, event: bytes | None = None) -> bytes:
 
 
 class Heartbeat:
-    """Calls `send()` after `interval_s` seconds of silence, or up to a quarter later.
+    """Calls `send()` after `interval_s` seconds of silence, or up to a quarter earlier.
 
     touched: set by whoever writes, which costs a write next to nothing; one timer looks at it four
     times an interval. Starts running at once; `stop` ends it for good.
@@ -35,7 +35,7 @@ class Heartbeat:
         self._loop = loop
         self._tick_s = interval_s / _TICKS
         self._send = send
-        self._quiet = 0  # ticks without a write
+        self._quiet = 0  # ticks of silence at most, the one of the last write included
         self._handle: asyncio.TimerHandle | None = loop.call_later(self._tick_s, self._fire)
 
     def stop(self) -> None:
@@ -44,7 +44,8 @@ class Heartbeat:
             self._handle = None
 
     def _fire(self) -> None:
-        self._quiet = 0 if self.touched else self._quiet + 1
+        # A write may have come right after the tick before this one.
+        self._quiet = 1 if self.touched else self._quiet + 1
         self.touched = False
         # Armed first: `send` may stop the heartbeat.
         self._handle = self._loop.call_later(self._tick_s, self._fire)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from typing import cast
 
 import pytest
@@ -187,13 +188,27 @@ async def test_heartbeat_fills_silence_only() -> None:
         assert clock.armed == 1
         await clock.advance(5)
     assert beats == []
-    await clock.advance(26)  # the last write was 5 s before, and is seen a tick later
-    assert beats == [1115, 1125, 1135]
+    await clock.advance(26)  # the last write was 5 s before
+    assert beats == [1112.5, 1122.5, 1132.5]
     heartbeat.stop()
     heartbeat.stop()
     assert clock.armed == 0
     await clock.advance(100)
     assert len(beats) == 3
+
+
+@pytest.mark.parametrize("moment", [0.1, 2.4, 2.6, 4.9, 9.9])
+async def test_silence_is_never_longer_than_the_interval(moment: float) -> None:
+    clock = Clock()
+    beats: list[float] = []
+    heartbeat = sse.Heartbeat(as_loop(clock), 10, lambda: beats.append(clock.now))
+    await clock.advance(moment)
+    heartbeat.touched = True
+    wrote = clock.now
+    await clock.advance(40)
+    heartbeat.stop()
+    assert 7.5 <= beats[0] - wrote <= 10
+    assert all(later - beat == 10 for beat, later in pairwise(beats))
 
 
 async def test_heartbeat_can_be_stopped_by_its_own_beat() -> None:
