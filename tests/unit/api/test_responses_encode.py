@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kslserve import errors
+from kslserve.api.dialect import closes_stream, error_body
 from kslserve.api.responses_encode import ResponsesEncoder
 from kslserve.api.responses_reasoning import unseal
 from kslserve.core.events import (
@@ -353,6 +355,23 @@ def test_failures(error: KslError, code: str) -> None:
     assert failed["response"]["status"] == "failed"
     assert failed["response"]["error"] == {"code": code, "message": str(error)}
     assert [item["type"] for item in failed["response"]["output"]] == ["message"]
+
+
+FAULTS = [
+    kind(9, 8) if kind is ContextLengthExceeded else kind("x")
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, KslError)
+]
+
+
+@pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
+def test_no_fault_is_a_server_that_is_overloaded(error: KslError) -> None:
+    """`server_is_overloaded` ends the task of a client that would have tried again."""
+    data = ResponsesEncoder(parse()).error(error).decode().partition("\ndata: ")[2]
+    told = json.loads(data)["response"]["error"]["code"]
+    assert told in ("server_error", "invalid_prompt", "context_length_exceeded")
+    assert json.loads(error_body(error))["error"]["code"] != "server_is_overloaded"
+    assert closes_stream(error) or error.status not in (429, 503, 504)
 
 
 TEXTS = st.text(max_size=4)
