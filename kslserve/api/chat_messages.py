@@ -114,18 +114,23 @@ def _arguments(function: Fields) -> dict[str, Any]:
 
 
 def tools_of(body: Fields) -> tuple[ToolSpec, ...]:
-    """The `tools` list; an empty one is the same as none."""
+    """The `tools` list without hosted ones; an empty one is the same as none."""
     if body.has("functions") or body.has("function_call"):
         name = "functions" if body.has("functions") else "function_call"
         raise UnsupportedParameter(f"{name} is not supported; use tools.", param=name)
-    return tuple(_tool(entry) for entry in body.objects("tools"))
+    found = [_tool(entry) for entry in body.objects("tools")]
+    return tuple(tool for tool in found if tool is not None)
 
 
-def _tool(entry: Fields) -> ToolSpec:
+def _tool(entry: Fields) -> ToolSpec | None:
+    """One entry of the list; None for a tool that runs on a vendor's servers: it is not offered,
+    and asking for it is no error."""
     kind = entry.text("type") or "function"
-    if kind != "function":
+    if kind == "custom":
         path = entry.at("type")
         raise UnsupportedParameter(f"{path} must be function.", param=path)
+    if kind != "function":
+        return None
     function = entry.required_object("function")
     name = function.required_text("name")
     if not name or not _NAME_BREAKERS.isdisjoint(name):

@@ -208,6 +208,13 @@ def test_tools_are_kept_as_passed() -> None:
     assert parse(tools=[{"type": "function", "function": {"name": "f"}}]).tools[0].parameters == {}
 
 
+def test_hosted_tools_are_not_offered() -> None:
+    hosted = [{"type": "web_search"}, {"type": "builtin_function", "function": {"name": "$web"}}]
+    ls = {"type": "function", "function": {"name": "ls"}}
+    assert parse(tools=[*hosted, ls]) == parse(tools=[ls])
+    assert parse(tools=hosted) == parse()
+
+
 def test_tool_choice() -> None:
     def choice(value: Any) -> tuple[ToolChoice, str | None]:
         request = parse(tools=[TOOL], tool_choice=value)
