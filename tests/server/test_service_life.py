@@ -36,6 +36,7 @@ BIG = {"match": "big", "chunks": ["x" * 20_000] * 300, "end": "stop", "thinking"
 QUICK = {"chunks": ["all ", "done"], "end": "stop", "thinking": False}
 LIMIT_S = 20.0
 DECODING = 'requests{state="decoding"}'
+QUEUED = 'requests{state="queued"}'
 Ask = Callable[..., "Client"]
 
 
@@ -230,6 +231,20 @@ def test_a_queued_stream_shows_life_and_is_cut_when_it_fails(ask: Ask, tmp_path:
         assert waiting.frame()["choices"][0]["delta"] == {}
         with pytest.raises(http.client.IncompleteRead):
             waiting.response.read()
+        holder.close()
+
+
+def test_a_client_that_leaves_the_queue(ask: Ask, tmp_path: Path) -> None:
+    """Noticed at once, long before anything would be written to it."""
+    with serving(settings(tmp_path, max_seqs=1)) as server:
+        holder = ask(server, "slow")
+        holder.frame()
+        waiting = ask(server, "hi")
+        until(lambda: server.metric(QUEUED) == 1)
+        waiting.close()
+        until(lambda: server.metric(QUEUED) == 0)
+        assert server.metric(DECODING) == 1
+        assert server.metric('requests_total{state="cancelled"}') == 1
         holder.close()
 
 
