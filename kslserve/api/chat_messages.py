@@ -146,6 +146,7 @@ def _tool(entry: Fields) -> ToolSpec | None:
 
 
 def tool_choice_of(body: Fields, tools: tuple[ToolSpec, ...]) -> Choice:
+    """`tool_choice`. One that only a hosted tool could meet leaves the model free."""
     value = body.raw("tool_choice")
     if value is None:
         return Choice()
@@ -162,11 +163,15 @@ def tool_choice_of(body: Fields, tools: tuple[ToolSpec, ...]) -> Choice:
             inner = entry.object(ALLOWED) or entry
             return allowed_choice(inner, [_named(tool, names) for tool in inner.objects("tools")])
         if kind != "function":
+            if any(tool.text("type") == kind for tool in body.objects("tools")):
+                return Choice()
             path = entry.at("type")
             raise UnsupportedParameter(f"{path} must be function or {ALLOWED}.", param=path)
         choice = Choice(ToolChoice.NAMED, _named(entry, names))
     if choice.kind is ToolChoice.REQUIRED and not tools:
-        body.refuse("tool_choice", "needs tools")
+        if not body.items("tools"):
+            body.refuse("tool_choice", "needs tools")
+        return Choice()
     return choice
 
 

@@ -180,7 +180,8 @@ def _spec(shown: str, tool: Declared) -> ToolSpec:
 
 
 def tool_choice_of(body: Fields, tools: ToolTable) -> Choice:
-    """`tool_choice`, with shown names."""
+    """`tool_choice`, with shown names. A choice that only a hosted tool could meet leaves the model
+    free."""
     value = body.raw("tool_choice")
     if value is None:
         return Choice()
@@ -188,7 +189,9 @@ def tool_choice_of(body: Fields, tools: ToolTable) -> Choice:
         if value not in ("auto", "none", "required"):
             body.refuse("tool_choice", "must be auto, none, required, a tool or allowed_tools")
         if value == "required" and not tools.specs:
-            body.refuse("tool_choice", "needs tools")
+            if not body.items("tools"):
+                body.refuse("tool_choice", "needs tools")
+            return Choice()
         return Choice(ToolChoice(value))
     entry = body.object("tool_choice")
     assert entry is not None
@@ -198,6 +201,8 @@ def tool_choice_of(body: Fields, tools: ToolTable) -> Choice:
         offered = (tool for tool in entry.objects("tools") if tool.text("type") in _CALLABLE)
         return allowed_choice(entry, [_named(tool, tools) for tool in offered])
     if kind not in _CALLABLE:
+        if any(tool.text("type") == kind for tool in body.objects("tools")):
+            return Choice()
         path = entry.at("type")
         raise UnsupportedParameter(f"{path} must be function, custom or {ALLOWED}.", param=path)
     return Choice(ToolChoice.NAMED, _named(entry, tools))

@@ -213,6 +213,8 @@ def test_hosted_tools_are_not_offered() -> None:
     ls = {"type": "function", "function": {"name": "ls"}}
     assert parse(tools=[*hosted, ls]) == parse(tools=[ls])
     assert parse(tools=hosted) == parse()
+    for choice in ("required", {"type": "web_search"}):
+        assert parse(tools=hosted, tool_choice=choice).tool_choice is ToolChoice.AUTO
 
 
 def test_tool_choice() -> None:

@@ -338,6 +338,14 @@ def test_tool_choice() -> None:
     assert choice(member) == (ToolChoice.NAMED, "spawn")
 
 
+def test_a_choice_of_hosted_tools_is_free() -> None:
+    hosted = [{"type": "web_search"}, {"type": "namespace", "name": "n", "tools": []}]
+    for choice in ("required", {"type": "web_search"}):
+        assert parse(tools=hosted, tool_choice=choice).tool_choice is ToolChoice.AUTO
+    with pytest.raises(UnsupportedParameter):
+        parse(tools=hosted, tool_choice={"type": "file_search"})
+
+
 def test_allowed_tools() -> None:
     def choice(*tools: Any, **fields: Any) -> tuple[ToolChoice, Any]:
         value = {"type": "allowed_tools", "tools": list(tools), **fields}
