@@ -27,6 +27,7 @@ from typing import Any
 
 from bench.apc import Message, Server, Texts, ask
 from bench.report import Report
+from kslserve.config import Settings
 
 DEFAULT_FLAGS = ("--model", "synth:27b", "--weights", "nvfp4", "--device", "cuda")
 STREAMS = 4
@@ -110,7 +111,7 @@ def first(report: Report, server: Server, texts: Texts, sizes: list[int]) -> Non
 
 
 def mixed(report: Report, server: Server, texts: Texts, sizes: list[int]) -> None:
-    stop = threading.Event()
+    stop, bound = threading.Event(), Settings().decode_gap_ms
     with ThreadPoolExecutor(STREAMS) as pool:
         jobs = [
             pool.submit(gaps_of, server, texts.conversation(500), 20000, stop)
@@ -131,7 +132,8 @@ def mixed(report: Report, server: Server, texts: Texts, sizes: list[int]) -> Non
         ranks = statistics.quantiles(part, n=100, method="inclusive")
         report.add(
             f"mixed_{name}", gaps=len(part), p50_ms=ranks[49] * 1e3, p99_ms=ranks[98] * 1e3,
-            most_ms=max(part) * 1e3, ratio=max(part) * 1e3 / 250, of="the default --decode-gap-ms",
+            most_ms=max(part) * 1e3, ratio=max(part) * 1e3 / bound,
+            of="the default --decode-gap-ms",
         )  # fmt: skip
     report.add("mixed_prompt", tokens=sizes[-1], first_ms=answer.first_s * 1e3)
 
@@ -144,11 +146,10 @@ def churn(report: Report, server: Server, texts: Texts, seconds: float, most: in
     def client(number: int) -> None:
         rng = random.Random(number)
         messages: list[Message] = []
-        size = 0
         while time.monotonic() < end:
             with lock:
                 if not messages:
-                    messages, size = texts.conversation(rng.randrange(500, 6000)), 0
+                    messages = texts.conversation(rng.randrange(500, 6000))
                 body = list(messages)
             if rng.random() < 0.15:
                 stop = threading.Event()
@@ -189,7 +190,7 @@ def main() -> None:
     parser.add_argument("flags", nargs="*", help="flags of the server, after --")
     args = parser.parse_args()
     sizes = sorted(map(int, args.tokens.split(",")))
-    window = sizes[-1] + 4096
+    window = max(sizes[-1] + 4096, 12288)  # churn begins with up to 6000 tokens
     server = Server(
         *(args.flags or DEFAULT_FLAGS), "--context", str(window),
         "--kv-tokens", str(8 * window), "--max-seqs", "16",

@@ -10,6 +10,7 @@ import pytest
 from kslserve.cli import run as command
 from kslserve.engine.model import ModelSpec, PoolSizes, TensorArg
 from kslserve.engine.native import CPU_LIBRARY, NativeEngine
+from kslserve.errors import EngineError
 from kslserve.selftest import parity
 from kslserve.selftest.models import SHAPES, random_tensors
 
@@ -51,6 +52,19 @@ def test_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     monkeypatch.setattr(parity, "compare", lambda *args: [parity.Parity("decode", 1.0, 0.1, 0.0)])
     assert command(["selftest", "--device", "cpu", "--quick", "--no-bench"]) == 1
     assert "WRONG" in capsys.readouterr().out
+
+
+def test_a_backend_that_fails_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only what it says it lacks is left out."""
+
+    def fails(*args: Any) -> list[parity.Parity]:
+        raise EngineError("a kernel failed.")
+
+    monkeypatch.setattr(parity, "compare", fails)
+    assert command(["selftest", "--device", "cpu", "--quick", "--no-bench"]) == 1
+    assert "WRONG: a kernel failed." in capsys.readouterr().out
 
 
 def test_without_a_device(
