@@ -346,5 +346,6 @@ def _sched_limits(settings: Settings, backend: Backend) -> SchedLimits:
         context=backend.model.context,
         cache=cache,
         submit_ahead=settings.submit_ahead,
+        idle_return_s=settings.idle_return_s,
         spec=backend.drafts,
     )

@@ -100,6 +100,10 @@ class Settings:
         AUTO, "int", "sequences that run at once; auto: 8, on CUDA 32 where their state is small "
         "beside the memory", low=1, high=1024, auto=True,
     )  # fmt: skip
+    idle_return_s: float = _s(
+        30.0, "float", "idle time after which the machine's memory of unused blocks and slabs goes "
+        "back to the system; 0: never", low=0,
+    )  # fmt: skip
     wave_columns: int = _s(
         AUTO, "int", "prompt columns of a wave; auto: 512, on CUDA 2048", low=16, high=65536,
         auto=True,

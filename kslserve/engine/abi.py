@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 # SHA-256 of native/include/ksl.h; `python build.py abi` writes it, the build refuses another one.
-ABI_HASH = "12373519c51c6008665c8d0ebd843e8c89ab2cb590601bd869c828e0dbcdd9a6"
+ABI_HASH = "ad2aedc6e2d96c7f9a1c16a40caeee2d4dce16aa110f9a39cd10a8c3dcd91286"
 
 
 def header_hash(root: Path) -> str:

@@ -123,7 +123,10 @@ class Contract:
     def _check_op(self, op: StateOp) -> None:
         kind, where = op.kind, op.kind.name
         slots, slabs, blocks = self.sizes.slots, self.sizes.slabs, self.sizes.blocks
-        if kind in (OpKind.CONFIGURE, OpKind.MASK, OpKind.FORCE):
+        if kind in (OpKind.DROP_SLABS, OpKind.DROP_BLOCKS):
+            most = slabs if kind is OpKind.DROP_SLABS else blocks
+            _require(op.a >= 0 and op.b >= 1 and op.a + op.b <= most, f"{where}: {op.a}+{op.b}")
+        elif kind in (OpKind.CONFIGURE, OpKind.MASK, OpKind.FORCE):
             _require(0 <= op.a < slots, f"{where}: slot {op.a}")
         elif kind in (OpKind.COPY_BLOCK, OpKind.SAVE_BLOCK, OpKind.LOAD_BLOCK):
             _require(0 <= op.a < blocks, f"{where}: block {op.a}")

@@ -126,7 +126,8 @@ class HashModel:
 
 
 class FakeState:
-    """All pools. strict: check that the state is what the tokens imply."""
+    """All pools. strict: check that the state is what the tokens imply. dropped: slabs and blocks
+    that were, so far."""
 
     def __init__(
         self, sizes: PoolSizes, vocab: int, model: TokenModel, has_mtp: bool, strict: bool
@@ -135,6 +136,7 @@ class FakeState:
         self.vocab = vocab
         self.model = model
         self.strict = strict
+        self.dropped = 0
         self.slots = [Slot(sizes.blocks_per_slot) for _ in range(sizes.slots)]
         self.slabs = [Timeline() for _ in range(sizes.slabs)]
         self._contract = Contract(sizes, vocab, has_mtp, self.slots)
@@ -175,6 +177,15 @@ class FakeState:
             self.slabs[op.a] = Timeline()
             for token in _load(op.data):
                 self.slabs[op.a].append(token)
+        elif kind is OpKind.DROP_SLABS:
+            self.dropped += op.b
+            for slab in range(op.a, op.a + op.b):
+                self.slabs[slab] = Timeline()
+                self.slabs[slab].append(UNSET)  # of no sequence
+        elif self.strict and kind is OpKind.DROP_BLOCKS:
+            self.dropped += op.b
+            for block in range(op.a, op.a + op.b):
+                self.blocks[block] = [UNSET] * self.sizes.block_tokens
         elif self.strict and kind is OpKind.COPY_BLOCK:
             self.blocks[op.b] = list(self.blocks[op.a])
         elif self.strict and kind is OpKind.SAVE_BLOCK:

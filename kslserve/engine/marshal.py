@@ -50,6 +50,7 @@ NO_CUTS = (0,) * (2 * CUTS_MAX)
 # Plain numbers compare faster than looked-up enum members.
 PREFILL, LAST, SCORE = int(RowKind.PREFILL), int(RowKind.LAST), int(RowKind.SCORE)
 OWN = int(Draft.OWN)
+DROPS = (OpKind.DROP_SLABS, OpKind.DROP_BLOCKS)
 
 
 @dataclass(slots=True)
@@ -188,6 +189,8 @@ class WavePacker:
                     raise ValueError(f"a mask of {mask.size} words")
                 keep.append(mask)
                 address = mask.ctypes.data
+            elif op.kind in DROPS:
+                n = op.b
             elif op.data is not None:
                 if not op.data.flags.c_contiguous or not op.data.flags.writeable:
                     raise ValueError("a state image must be contiguous and writable")

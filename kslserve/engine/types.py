@@ -43,6 +43,8 @@ class OpKind(enum.IntEnum):
     CONFIGURE = 7
     MASK = 8
     FORCE = 9
+    DROP_SLABS = 10
+    DROP_BLOCKS = 11
 
 
 @dataclass(slots=True)
@@ -58,8 +60,9 @@ class SlotConfig:
 
 @dataclass(slots=True)
 class StateOp:
-    """data: SlotConfig (CONFIGURE), uint32 array or None (MASK), int32 array (FORCE), a writable
-    uint8 array of slab_bytes or block_bytes (SAVE_*, LOAD_*), else None."""
+    """b: a second index, or how many there are from `a` on (DROP_*). data: SlotConfig (CONFIGURE),
+    uint32 array or None (MASK), int32 array (FORCE), a writable uint8 array of slab_bytes or
+    block_bytes (SAVE_*, LOAD_*), else None."""
 
     kind: OpKind
     a: int

@@ -44,13 +44,25 @@ class Retired:
         return [i for _, indices in self._waiting for i in indices]
 
 
+def ranges(indices: Iterable[int]) -> list[tuple[int, int]]:
+    """(first, count) of every run of neighbours, ascending."""
+    found: list[tuple[int, int]] = []
+    for index in sorted(indices):
+        if found and sum(found[-1]) == index:
+            found[-1] = found[-1][0], found[-1][1] + 1
+        else:
+            found.append((index, 1))
+    return found
+
+
 class BlockPool:
     """`count` blocks of `block_tokens` positions. All ids are 0..count-1. retired: blocks that wait
-    for a wave. evictable: blocks that only the cache references."""
+    for a wave. evictable: blocks that only the cache references. touched: blocks whose pages the
+    engine may hold."""
 
     __slots__ = (
         "_cached", "_free", "_references", "_retired", "block_tokens", "count", "evictable",
-        "retired",
+        "retired", "touched",
     )  # fmt: skip
 
     def __init__(self, count: int, block_tokens: int) -> None:
@@ -62,6 +74,7 @@ class BlockPool:
         self._references = [0] * count
         self._cached = [0] * count
         self._retired = Retired()
+        self.touched: set[int] = set()
 
     @property
     def free(self) -> int:
@@ -85,7 +98,12 @@ class BlockPool:
         del self._free[len(self._free) - n :]
         for block in taken:
             self._references[block] = 1
+        self.touched.update(taken)
         return taken
+
+    def idle(self) -> set[int]:
+        """Free blocks with pages."""
+        return self.touched.intersection(self._free)
 
     def share(self, blocks: Iterable[int], *, cache: bool = False) -> None:
         """One more reference to each, the cache's or a sequence's; ValueError for a block that

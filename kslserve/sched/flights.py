@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from kslserve import log
-from kslserve.engine.types import Engine
+from kslserve.engine.types import Engine, StateOp
 from kslserve.errors import EngineError, EnginePoisoned
 from kslserve.sched.cache.manager import PrefixCache
 from kslserve.sched.limits import SchedMetrics
@@ -121,6 +121,25 @@ class Flights:
                 self._sent()
                 return
         outgoing.steady = False
+
+    def send_ops(self, ops: list[StateOp]) -> bool:
+        """A wave without rows, with nothing in flight; False if the engine did not take it."""
+        outgoing = self._outgoing
+        outgoing.plan((), Budget(self._columns, self._columns))
+        outgoing.wave.before += ops
+        outgoing.moves = True
+        try:
+            accepted = self._engine.submit(outgoing.next())
+        except EnginePoisoned as error:
+            self._die(error.message)
+            return False
+        except EngineError as error:
+            self.last_error = error.message
+            self._cache.tiers.refused()
+            return False
+        if accepted:
+            self._sent()
+        return accepted
 
     def _sent(self) -> None:
         self._outgoing.sent()

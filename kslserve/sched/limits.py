@@ -24,7 +24,8 @@ class SchedLimits:
     """From the settings. max_queue: sequences that wait beyond those that can start at once.
     wave_columns: prompt columns of a wave. A timeout of 0 is none. context: tokens of a
     sequence. cache: None for no prefix cache. submit_ahead: keep a second wave in the engine's
-    ring, while nothing drafts. spec: None for no speculation."""
+    ring, while nothing drafts. spec: None for no speculation. idle_return_s: when unused memory
+    goes back to the system; 0: never."""
 
     max_seqs: int
     max_queue: int
@@ -37,6 +38,7 @@ class SchedLimits:
     cache: CachePolicy | None = None
     submit_ahead: bool = False
     spec: SpecPolicy | None = None
+    idle_return_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

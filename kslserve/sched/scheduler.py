@@ -29,6 +29,7 @@ from kslserve.sched.cache.disktier import Disk
 from kslserve.sched.cache.manager import PrefixCache
 from kslserve.sched.deadlines import CallLater, Deadlines, Timer
 from kslserve.sched.flights import Flights
+from kslserve.sched.idle import IdleMemory
 from kslserve.sched.limits import SchedLimits as SchedLimits
 from kslserve.sched.limits import SchedMetrics
 from kslserve.sched.limits import Snapshot as Snapshot
@@ -92,6 +93,9 @@ class Scheduler:
             engine, roster, cache, outgoing, cost, self._metrics, clock,
             self._call_turn, self._mask_ready, self._die,
         )  # fmt: skip
+        self._idle_memory = IdleMemory(
+            memory, limits.idle_return_s, self._call_later, self._flights.send_ops
+        )
         self._numbers = 0
         self._turn_timer: Timer | None = None
         self._refusal: str | None = STARTING
@@ -194,6 +198,7 @@ class Scheduler:
         if not self._closed:
             self._refusal = STOPPING
             self._closed = True
+            self._idle_memory.stop()
             self._abandon(Unavailable(STOPPING))
             self._turn()
 
@@ -259,6 +264,8 @@ class Scheduler:
                 if not waiter.done():
                     waiter.set_result(None)
             self._idle_waiters.clear()
+        if not self._closed and self._fatal is None:
+            self._idle_memory.note(self.idle)
 
     def _call_turn(self, delay_s: float = 0.0) -> None:
         """A turn soon; requests that arrive together then share a wave."""

@@ -12,9 +12,10 @@ from kslserve.sched.blocks import Retired
 
 
 class IndexPool:
-    """Indices 0..count-1. `noun` names one in messages."""
+    """Indices 0..count-1. `noun` names one in messages. touched: those whose pages the engine may
+    hold."""
 
-    __slots__ = ("_free", "_held", "_retired", "count", "noun")
+    __slots__ = ("_free", "_held", "_retired", "count", "noun", "touched")
 
     def __init__(self, count: int, noun: str) -> None:
         self.count = count
@@ -22,6 +23,7 @@ class IndexPool:
         self._free = list(range(count - 1, -1, -1))
         self._held = [False] * count
         self._retired = Retired()
+        self.touched: set[int] = set()
 
     @property
     def free(self) -> int:
@@ -39,7 +41,12 @@ class IndexPool:
             raise ValueError(f"no {self.noun} is free")
         index = self._free.pop()
         self._held[index] = True
+        self.touched.add(index)
         return index
+
+    def idle(self) -> set[int]:
+        """Free indices with pages."""
+        return self.touched.intersection(self._free)
 
     def release(self, index: int, wave: int) -> None:
         """Give back; `wave` is the last wave that may touch it (0: none). ValueError when nobody

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #ifdef __linux__
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 namespace ksl {
@@ -46,6 +47,15 @@ void *alloc_array(Alloc *alloc, size_t count, size_t size) {
   size_t bytes = 0;
   if (__builtin_mul_overflow(count, size, &bytes)) bytes = SIZE_MAX;
   return alloc_bytes(alloc, bytes);
+}
+
+void alloc_discard(void *part, size_t bytes) {
+#ifdef __linux__
+  const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const uintptr_t first = (reinterpret_cast<uintptr_t>(part) + page - 1) & ~(page - 1);
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(part) + bytes) & ~(page - 1);
+  if (first < end) madvise(reinterpret_cast<void *>(first), end - first, MADV_DONTNEED);
+#endif
 }
 
 void alloc_free(void *memory) {

@@ -23,6 +23,9 @@ void *alloc_bytes(Alloc *alloc, size_t bytes);
 void *alloc_huge(Alloc *alloc, size_t bytes);
 // As alloc_bytes for count * size bytes; null if the product overflows.
 void *alloc_array(Alloc *alloc, size_t count, size_t size);
+// Gives the whole pages of a part of such memory back to the system, until they are written again.
+// What the part holds is undefined afterwards.
+void alloc_discard(void *part, size_t bytes);
 // Frees what any of these returned; null is allowed.
 void alloc_free(void *memory);
 

@@ -176,6 +176,12 @@ int check_op(WaveChecker *c, const ksl_op *op, Place at, ksl_error *error) {
         rc = fail(error, KSL_INVALID, "%s %d: data is null", at.list, at.index);
       return rc;
     }
+    case KSL_OP_DROP_SLABS:
+    case KSL_OP_DROP_BLOCKS: {
+      const int most = op->kind == KSL_OP_DROP_SLABS ? l->slabs : l->blocks;
+      rc = in_range(error, at, "n", op->n, 1, most);
+      return rc == KSL_OK ? in_range(error, at, "a", op->a, 0, most - op->n) : rc;
+    }
     case KSL_OP_CONFIGURE:
       rc = in_range(error, at, "a (slot)", op->a, 0, l->slots - 1);
       if (rc == KSL_OK) rc = check_configure(l, op, at, error);
@@ -193,7 +199,7 @@ int check_op(WaveChecker *c, const ksl_op *op, Place at, ksl_error *error) {
       rc = in_range(error, at, "a (slot)", op->a, 0, l->slots - 1);
       return rc == KSL_OK ? check_force(l, op, at, error) : rc;
     default:
-      return out_of_range(error, at, "kind", op->kind, KSL_OP_ZERO_SLAB, KSL_OP_FORCE);
+      return out_of_range(error, at, "kind", op->kind, KSL_OP_ZERO_SLAB, KSL_OP_DROP_BLOCKS);
   }
 }
 

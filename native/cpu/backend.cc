@@ -73,6 +73,12 @@ void run_op(Backend *b, const ksl_op *op) {
       slot->forced_at = 0;
       break;
     }
+    case KSL_OP_DROP_SLABS:
+      alloc_discard(slab_at(b, op->a), op->n * b->slab_floats * sizeof(float));
+      break;
+    case KSL_OP_DROP_BLOCKS:
+      alloc_discard(b->blocks + op->a * b->block_bytes, op->n * b->block_bytes);
+      break;
   }
 }
 

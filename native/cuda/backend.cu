@@ -144,6 +144,9 @@ void run_op(Backend *b, const ksl_op *op) {
       slot->forced_at = 0;
       break;
     }
+    case KSL_OP_DROP_SLABS:  // device memory is this process's own as long as it is open
+    case KSL_OP_DROP_BLOCKS:
+      break;
   }
 }
 

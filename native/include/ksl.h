@@ -184,8 +184,12 @@ enum {
   KSL_OP_LOAD_BLOCK = 6,
   KSL_OP_CONFIGURE = 7, /* slot a: data is a ksl_sampling; clears latch, last sampled id, counts,
                            mask, forced ids and drafts */
-  KSL_OP_MASK = 8, /* slot a: data is uint32 [ceil(vocab/32)], bit set = allowed; null clears */
-  KSL_OP_FORCE = 9 /* slot a: the next n sampled ids are data (int32 [n]); test hook */
+  KSL_OP_MASK = 8,  /* slot a: data is uint32 [ceil(vocab/32)], bit set = allowed; null clears */
+  KSL_OP_FORCE = 9, /* slot a: the next n sampled ids are data (int32 [n]); test hook */
+  /* Slabs, blocks [a, a + n): nobody needs what they hold, which is undefined from here on. Pools
+     in the machine's own memory give the pages back to it until they are written again. */
+  KSL_OP_DROP_SLABS = 10,
+  KSL_OP_DROP_BLOCKS = 11
 };
 
 typedef struct ksl_op {

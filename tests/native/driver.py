@@ -261,6 +261,8 @@ class Driver:
             out.kind, out.a, out.b = op.kind, op.a, op.b
             if op.kind == OpKind.CONFIGURE:
                 out.data = self.sampling(keep, op.data)
+            elif op.kind in (OpKind.DROP_SLABS, OpKind.DROP_BLOCKS):
+                out.n = op.b
             elif op.data is not None:
                 out.n = len(op.data)
                 out.data = _buffer(keep, "void *", op.data)

@@ -133,10 +133,10 @@ def play(
     store: MemoryStore | None = None,
     disk_bytes: int = 1 << 40,
     broken: float = 0.0,
-    submit_ahead: bool = False,
+    **more: object,
 ) -> Load:
     rng = random.Random(seed)
-    limits = {"cache": policy, "max_queue": 1000, "submit_ahead": submit_ahead}
+    limits = {"cache": policy, "max_queue": 1000, **more}
     world = World(sizes, limits=limits, store=store, disk_bytes=disk_bytes)
     if store is not None and broken:
         for _ in range(20):
@@ -159,6 +159,14 @@ def test_random_conversations(seed: int, sizes: PoolSizes) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_with_a_wave_ahead(seed: int) -> None:
     play(seed, replace(TIGHT, ring_depth=2), submit_ahead=True)
+
+
+def test_unused_memory_goes_back_in_between() -> None:
+    """In every pause, however short; the fake engine spoils what is dropped."""
+    dropped = 0
+    for seed in range(6):
+        dropped += play(seed, TIGHT, talks=3, idle_return_s=0.002).world.engine.state.dropped
+    assert dropped > 10
 
 
 def test_sequences_give_way_and_go_on() -> None:

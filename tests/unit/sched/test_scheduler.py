@@ -554,3 +554,35 @@ async def test_drain_ends_what_does_not_finish() -> None:
     assert all(isinstance(r.error, Unavailable) for r in got)
     assert scheduler.idle
     scheduler.check()
+
+
+def test_unused_memory_goes_back_when_nothing_ran_for_a_while() -> None:
+    world = World(limits={"idle_return_s": 10.0})
+    state = world.engine.state
+    world.submit(job(40, 5))
+    world.run(until=9.0)
+    assert state.dropped == 0
+    world.submit(job(20, 3, seed=1))  # the wait begins again
+    world.run(until=18.0)
+    assert state.dropped == 0
+    world.run(until=20.0)
+    assert state.dropped == 4, "one slab, and the three blocks of the longer one"
+    world.run(until=100.0)
+    assert state.dropped == 4, "what was not used since is left alone"
+    got = world.submit(job(40, 5))
+    world.run()
+    assert got.ids == alone(job(40, 5)).ids
+    assert state.dropped == 8
+    world.check_all_free()
+
+
+def test_a_refused_return_is_tried_after_the_next_pause() -> None:
+    world = World(limits={"idle_return_s": 1.0})
+    world.submit(job(5, 1))
+    world.run(until=0.5)
+    world.faults.refuse.add(world.engine._submits + 1)
+    world.run(until=2.0)
+    assert (world.engine.state.dropped, world.fatal) == (0, [])
+    world.submit(job(5, 1))
+    world.run()
+    assert world.engine.state.dropped == 2

@@ -1,0 +1,76 @@
+"""What an engine takes of the machine's memory, and what it gives back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kslserve.engine.types import OpKind, StateOp
+from tests.native.driver import Driver
+from tests.tiny import tiny_arrays, tiny_spec, tiny_tensors
+
+BLOCKS, SLABS = 16, 300  # about 50 and 20 MB
+KEPT_BLOCK, KEPT_SLAB = 3, 7
+IDS = np.random.default_rng(3).integers(0, 199, 60, dtype=np.int32)
+
+
+def resident() -> int:
+    """Bytes of this process that only it has, and that are in memory."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
+
+
+@pytest.fixture
+def roomy() -> Iterator[Driver]:
+    spec = tiny_spec()
+    tensors = tiny_tensors(spec, tiny_arrays(spec), "f32")
+    sizes = {"blocks": BLOCKS, "slabs": SLABS, "block_tokens": 4096, "blocks_per_slot": 2}
+    with Driver(spec, tensors, slots=2, **sizes) as driver:
+        yield driver
+
+
+def drop_all_but_one(driver: Driver) -> None:
+    ops = []
+    for kind, kept, count in (
+        (OpKind.DROP_SLABS, KEPT_SLAB, SLABS),
+        (OpKind.DROP_BLOCKS, KEPT_BLOCK, BLOCKS),
+    ):
+        ops += [StateOp(kind, 0, kept), StateOp(kind, kept + 1, count - kept - 1)]
+    driver.wave(before=ops)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are counted by /proc")
+def test_dropped_memory_goes_back_to_the_system(roomy: Driver) -> None:
+    rng = np.random.default_rng(1)
+    block = rng.integers(1, 255, roomy.info.block_bytes).astype(np.uint8)
+    slab = rng.integers(1, 255, roomy.info.slab_bytes).astype(np.uint8)
+    saved = np.zeros_like(block), np.zeros_like(slab)
+    before = resident()
+    roomy.wave(before=[StateOp(OpKind.LOAD_BLOCK, i, data=block) for i in range(BLOCKS)])
+    roomy.wave(before=[StateOp(OpKind.LOAD_SLAB, i, data=slab) for i in range(SLABS)])
+    full = resident()
+    pools = BLOCKS * block.nbytes + SLABS * slab.nbytes
+    assert full - before > 0.9 * pools, "pages come when they are first written"
+    drop_all_but_one(roomy)
+    assert full - resident() > 0.85 * pools
+    # What was kept is whole, its neighbours can be used again.
+    for number, image in ((KEPT_BLOCK, block), (KEPT_BLOCK + 1, block[::-1].copy())):
+        if number != KEPT_BLOCK:
+            roomy.wave(before=[StateOp(OpKind.LOAD_BLOCK, number, data=image)])
+        roomy.wave(before=[StateOp(OpKind.SAVE_BLOCK, number, data=saved[0])])
+        assert np.array_equal(saved[0], image)
+    roomy.wave(before=[StateOp(OpKind.SAVE_SLAB, KEPT_SLAB, data=saved[1])])
+    assert np.array_equal(saved[1], slab)
+
+
+def test_dropped_memory_computes_the_same_again(roomy: Driver) -> None:
+    def answer() -> list[int]:
+        stream = roomy.begin(0)
+        return [stream.last(IDS), *stream.decode(6)]
+
+    first = answer()
+    drop_all_but_one(roomy)
+    assert answer() == first
