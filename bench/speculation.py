@@ -1,20 +1,22 @@
 """What speculation gains: tokens per second against plain decode, with the scheduler that serves.
 
-    python -m bench.speculation [--kinds code,chat,random] [--streams 1,2,4,8] [--pairs 9]
-                                [--tokens 160] [--speculation auto] [--save]
-    python -m bench.speculation --acceptance [--save]
+    python -m bench.speculation [--kinds code,chat,random] [--streams 1,2,4,8] [--pairs 15]
+                                [--tokens 192] [--batches 4] [--speculation auto] [--save]
+    python -m bench.speculation --acceptance [--tokens 64] [--save]
     python -m bench.speculation --device [--model synth:27b] [--weights nvfp4] [--context 2048]
                                 [--streams 1,2,4,8] [--backend cuda] [--save]
 
-Each cell runs the same requests plainly and with drafts in turns, on two engines of this process,
-and prints the median of the ratios of their rates and its 95 % interval, tokens per wave and row,
-and the part of the drafts that came true. Texts: `code` goes on with a file of similar functions,
-greedy; `chat` answers the golden prompts with the family's default sampling; `random` samples so
-hot from random ids that nothing can be foreseen. `--acceptance` says how often the first MTP draft
-is the next token: greedy on the golden prompts, and with default sampling for drafts that share the
-sampler's noise and for greedy ones. `--device` is for models without data: what verify waves and
-MTP drafts cost beside plain waves, and the rate that follows where 0, 50 and 80 % of the drafts
-come true, which is forced.
+Each cell runs the same batches of requests plainly and with drafts. Both go through one engine, so
+that nothing else of this process has a core: two schedulers take turns, batch by batch, and who
+goes first changes. A pair is one pass over the batches; the cell prints the median of the pairs'
+ratios of tokens per second and its 95 % interval, tokens per wave and row, and the part of the
+drafts that came true. The pairs before the first one that counts warm up, as a server would be.
+
+Texts: `code` goes on with a file of similar functions, greedy; `chat` answers the golden prompts
+with the family's default sampling, and goes on where they end; `random` samples so hot from random
+ids that nothing can be foreseen. `--acceptance`: see bench/drafts.py. `--device` is for models
+without data: what verify waves and MTP drafts cost beside plain waves, and the rate that follows
+where 0, 50 and 80 % of the drafts come true, which is forced.
 """
 
 from __future__ import annotations
@@ -24,20 +26,23 @@ import asyncio
 import json
 import statistics
 import time
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench.cpu import BLOCK, Runner, setup
+from bench.drafts import acceptance
 from bench.report import Report
 from kslserve.core.sampling import SamplingParams
 from kslserve.core.usage import FinishReason
 from kslserve.engine.model import PoolSizes
 from kslserve.engine.native import NativeEngine
-from kslserve.engine.types import Draft, Ids, Row, RowKind, SlotConfig, Wave
+from kslserve.engine.types import Done, Draft, Engine, Ids, Row, RowKind, Wave
 from kslserve.errors import KslError
-from kslserve.ksl.model import ModelFile
 from kslserve.ksl.open import open_model
 from kslserve.metrics import Metrics
 from kslserve.sched.scheduler import Job, SchedLimits, Scheduler
@@ -60,6 +65,7 @@ FUNCTION = """def get_{0}(config):
 
 """
 NAMES = ("host", "port", "user", "path", "timeout", "retries")
+WARM_UP = 2  # pairs
 POLICIES = {
     "auto": SpecPolicy(),
     "ngram": SpecPolicy(mtp=False),
@@ -72,70 +78,138 @@ def golden_prompts() -> list[Ids]:
     return [np.array(item["prompt_ids"], np.int32) for item in items]
 
 
-def jobs_of(kind: str, streams: int, tokens: int, tokenizer: Tokenizer) -> list[Job]:
+def batches_of(
+    kind: str, streams: int, tokens: int, batches: int, tokenizer: Tokenizer
+) -> list[list[Job]]:
+    """Jobs that run together, for each batch. A cell of more streams has those of fewer, and
+    further ones."""
     rng = np.random.default_rng(7)
-    prompts: list[Ids] = []
-    for stream in range(streams):
-        if kind == "code":
-            names = NAMES[stream % 3 :] + NAMES[: stream % 3]
-            text = "".join(FUNCTION.format(name) for name in names)
-            prompts.append(np.array(tokenizer.encode(text), np.int32))
-        elif kind == "chat":
-            prompts.append(golden_prompts()[(stream * 5 + 9) % 20])
-        else:
-            prompts.append(rng.integers(300, 8000, 200, dtype=np.int32))
-    return [Job(ids, tokens, SAMPLINGS[kind], seed) for seed, ids in enumerate(prompts)]
+    golden, found = golden_prompts(), []
+    for batch in range(batches):
+        jobs = []
+        for stream in range(streams):
+            number = batch + stream * batches
+            if kind == "code":
+                turn = number % len(NAMES)
+                names = NAMES[turn:] + NAMES[:turn]
+                text = "".join(FUNCTION.format(name) for name in names)
+                prompt = np.array(tokenizer.encode(text), np.int32)
+            elif kind == "chat":
+                prompt = golden[number % len(golden)]
+            else:
+                prompt = rng.integers(300, 8000, 200, dtype=np.int32)
+            jobs.append(Job(prompt, tokens, SAMPLINGS[kind], number))
+        found.append(jobs)
+    return found
 
 
 class Clock:
-    """A sink that notes when its first token came and when it ended."""
+    """A sink that notes when tokens came."""
 
     def __init__(self) -> None:
-        self.first = self.last = 0.0
+        self.times: list[float] = []  # of the waves that sampled for it
+        self.counts: list[int] = []
         self.ids: list[int] = []
-        self.waves = 0
 
     def admitted(self, cached_tokens: int) -> None:
         pass
 
-    def tokens(self, ids: list[int], logprobs: list[list[tuple[int, float]]] | None) -> None:
-        self.last = time.perf_counter()
-        self.first = self.first or self.last
+    def tokens(self, ids: Items[int], logprobs: list[list[tuple[int, float]]] | None) -> None:
+        self.times.append(time.perf_counter())
+        self.counts.append(len(ids))
         self.ids += ids
-        self.waves += 1
 
     def ended(self, reason: FinishReason, error: KslError | None) -> None:
         assert error is None, error
 
 
+def pace(clocks: list[Clock]) -> tuple[int, float]:
+    """Tokens after the wave that gave the last stream its first one, and the seconds they took."""
+    start = max(clock.times[0] for clock in clocks)
+    end = max(clock.times[-1] for clock in clocks)
+    tokens = sum(
+        count
+        for clock in clocks
+        for at, count in zip(clock.times, clock.counts, strict=True)
+        if at > start
+    )
+    return tokens, end - start
+
+
+class Turns:
+    """One engine for several schedulers, of which one has work at a time."""
+
+    def __init__(self, engine: NativeEngine) -> None:
+        self.engine = engine
+        self.on_done: Callable[[Done], None] | None = None
+        engine.start(self._done)
+
+    def _done(self, done: Done) -> None:
+        assert self.on_done is not None
+        self.on_done(done)
+
+
+class Turn:
+    """The engine as one of the schedulers sees it."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self._on_done: Callable[[Done], None] | None = None
+        self.info = turns.engine.info
+        self.progress, self.close = turns.engine.progress, turns.engine.close
+
+    def start(self, on_done: Callable[[Done], None]) -> None:
+        self._on_done = on_done
+
+    def submit(self, wave: Wave) -> bool:
+        self._turns.on_done = self._on_done
+        return self._turns.engine.submit(wave)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the batches of one side of a pair took."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    sampled: int = 0
+    waves: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
 class Server:
-    """An engine and its scheduler, for as long as the bench runs."""
+    """A scheduler, for as long as the bench runs."""
 
-    def __init__(self, model: ModelFile, args: argparse.Namespace, policy: SpecPolicy | None):
-        per_slot = -(-(600 + args.tokens) // BLOCK)
-        pools = PoolSizes(8, 8, 8 * per_slot, BLOCK, per_slot, 512)
-        self.engine = NativeEngine.open(
-            model.spec, model.tensors, pools, kv_format="bf16", threads=args.threads,
-            draft_margin=args.margin,
-        )  # fmt: skip
-        limits = SchedLimits(8, 64, 512, 50.0, 250.0, 0.0, 0.0, per_slot * BLOCK, spec=policy)
-        self.scheduler = Scheduler(self.engine, limits, Metrics())
+    def __init__(self, engine: Engine, context: int, policy: SpecPolicy | None) -> None:
+        info = engine.info
+        self.scheduler = Scheduler(
+            engine,
+            SchedLimits(info.slots, 64, 512, 50.0, 250.0, 0.0, 0.0, context, spec=policy),
+            Metrics(),
+        )
         self.scheduler.start()
-        self.drafted = self.accepted = 0
 
-    async def run(self, jobs: list[Job]) -> tuple[float, list[Clock]]:
-        """Tokens per second between the first token of all streams and the last one, and the
-        clocks."""
+    async def run(self, jobs: list[Job], tally: Tally) -> list[list[int]]:
+        """Run jobs together; what each of them sampled."""
         clocks = [Clock() for _ in jobs]
         sequences = [self.scheduler.submit(j, c) for j, c in zip(jobs, clocks, strict=True)]
         while not self.scheduler.idle:
             await self.scheduler._wait_idle()
         for sequence in sequences:
             if sequence.drafter is not None:
-                self.drafted += sequence.drafter.stats.drafted
-                self.accepted += sequence.drafter.stats.accepted
-        start, end = max(c.first for c in clocks), max(c.last for c in clocks)
-        return sum(len(c.ids) - 1 for c in clocks) / (end - start), clocks
+                tally.drafted += sequence.drafter.stats.drafted
+                tally.accepted += sequence.drafter.stats.accepted
+        tokens, seconds = pace(clocks)
+        tally.tokens += tokens
+        tally.seconds += seconds
+        tally.sampled += sum(len(c.ids) for c in clocks)
+        tally.waves += sum(len(c.times) for c in clocks)
+        return [c.ids for c in clocks]
 
 
 def interval(values: list[float]) -> tuple[float, float, float]:
@@ -143,50 +217,56 @@ def interval(values: list[float]) -> tuple[float, float, float]:
     values = sorted(values)
     n = len(values)
     below = max(0, int(n / 2 - 0.98 * n**0.5))
-    return values[n // 2], values[below], values[n - 1 - below]
+    return statistics.median(values), values[below], values[n - 1 - below]
 
 
 async def cell(
-    report: Report, plain: Server, spec: Server, kind: str, jobs: list[Job], pairs: int
+    report: Report, plain: Server, spec: Server, kind: str, batches: list[list[Job]], pairs: int
 ) -> None:
-    rates: list[float] = []
-    speeds: list[tuple[float, float]] = []
-    spec.drafted = spec.accepted = 0
-    waves = tokens = 0
-    for pair in range(pairs + 1):
-        if pair % 2:
-            a, one = await plain.run(jobs)
-            b, other = await spec.run(jobs)
-        else:
-            b, other = await spec.run(jobs)
-            a, one = await plain.run(jobs)
-        assert [c.ids for c in one] == [c.ids for c in other], "speculation changed the output"
-        if pair:  # the first one warms up
-            rates.append(b / a)
-            speeds.append((a, b))
-            tokens += sum(len(c.ids) for c in other)
-            waves += sum(c.waves for c in other)
-    median, low, high = interval(rates)
+    found: list[tuple[Tally, Tally]] = []
+    for pair in range(WARM_UP + pairs):
+        one, other = Tally(), Tally()
+        for number, jobs in enumerate(batches):
+            if (pair + number) % 2:
+                ids = await plain.run(jobs, one)
+                same = await spec.run(jobs, other)
+            else:
+                same = await spec.run(jobs, other)
+                ids = await plain.run(jobs, one)
+            assert ids == same, "speculation changed the output"
+        if pair >= WARM_UP:
+            found.append((one, other))
+    median, low, high = interval([b.rate / a.rate for a, b in found])
+    drafted = sum(b.drafted for _, b in found)
     report.add(
-        kind, streams=len(jobs), gain=median, low=low, high=high,
-        plain_tok_s=sorted(a for a, _ in speeds)[pairs // 2],
-        spec_tok_s=sorted(b for _, b in speeds)[pairs // 2],
-        tokens_per_wave=tokens / waves, drafted=spec.drafted,
-        accepted=spec.accepted / max(spec.drafted, 1),
+        kind, streams=len(batches[0]), gain=median, low=low, high=high,
+        plain_tok_s=statistics.median(a.rate for a, _ in found),
+        spec_tok_s=statistics.median(b.rate for _, b in found),
+        tokens_per_wave=sum(b.sampled for _, b in found) / sum(b.waves for _, b in found),
+        drafted=drafted, accepted=sum(b.accepted for _, b in found) / max(drafted, 1),
     )  # fmt: skip
 
 
 async def matrix(args: argparse.Namespace, report: Report) -> None:
+    streams = [int(n) for n in args.streams.split(",")]
+    per_slot = -(-(600 + args.tokens) // BLOCK)
+    most = max(streams)
     with open_model(args.model) as model:
         assert model.tokenizer_json is not None
         tokenizer = Tokenizer(model.tokenizer_json, model.generation.eos_ids)
-        plain, spec = Server(model, args, None), Server(model, args, POLICIES[args.speculation])
+        engine = NativeEngine.open(
+            model.spec, model.tensors,
+            PoolSizes(most, most, most * per_slot, BLOCK, per_slot, 512),
+            kv_format="bf16", threads=args.threads, nice=args.nice, draft_margin=args.margin,
+        )  # fmt: skip
+    turns = Turns(engine)
+    plain = Server(Turn(turns), per_slot * BLOCK, None)
+    spec = Server(Turn(turns), per_slot * BLOCK, POLICIES[args.speculation])
     for kind in args.kinds.split(","):
-        for streams in map(int, args.streams.split(",")):
-            jobs = jobs_of(kind, streams, args.tokens, tokenizer)
-            await cell(report, plain, spec, kind, jobs, args.pairs)
-    plain.engine.close()
-    spec.engine.close()
+        for n in streams:
+            batches = batches_of(kind, n, args.tokens, args.batches, tokenizer)
+            await cell(report, plain, spec, kind, batches, args.pairs)
+    engine.close()
 
 
 class Synthetic:
@@ -256,35 +336,26 @@ async def forced(args: argparse.Namespace, report: Report, streams: int) -> None
         made = Synthetic(args, streams)
         policy = None if rate is None else SpecPolicy(ngram=False, oracle=rate)
         window = made.per_slot * BLOCK
-        limits = SchedLimits(streams, 64, 512, 50.0, 250.0, 0.0, 0.0, window, spec=policy)
-        scheduler = Scheduler(made.engine, limits, Metrics())
-        scheduler.start()
-        speeds, waves, tokens, drafted, accepted = [], 0, 0, 0, 0
-        for turn in range(args.turns):
-            clocks, sequences = [], []
+        server = Server(made.engine, window, policy)
+        found: list[Tally] = []
+        for _ in range(args.turns):
+            jobs = []
             for _ in range(streams):
                 prompt = rng.integers(0, made.vocab, min(args.context, 256), dtype=np.int32)
                 output = rng.integers(0, made.vocab, args.tokens, dtype=np.int32)
                 job = Job(prompt, args.tokens, SamplingParams(temperature=0.0), 1, forced=output)
-                clocks.append(Clock())
-                sequences.append(scheduler.submit(job, clocks[-1]))
-            while not scheduler.idle:
-                await scheduler._wait_idle()
-            begun, ended = max(c.first for c in clocks), max(c.last for c in clocks)
-            if turn:  # the first one warms up
-                speeds.append(sum(len(c.ids) - 1 for c in clocks) / (ended - begun))
-                waves += sum(c.waves for c in clocks)
-                tokens += sum(len(c.ids) for c in clocks)
-                for sequence in sequences:
-                    if sequence.drafter is not None:
-                        drafted += sequence.drafter.stats.drafted
-                        accepted += sequence.drafter.stats.accepted
-        speed = sorted(speeds)[len(speeds) // 2]
+                jobs.append(job)
+            found.append(Tally())
+            await server.run(jobs, found[-1])
+        del found[0]  # it warmed up
+        speed = statistics.median(tally.rate for tally in found)
         plain_rate = plain_rate or speed
+        drafted = sum(tally.drafted for tally in found)
         report.add(
             "plain" if rate is None else f"forced_{rate:.0%}", streams=streams, tok_s=speed,
-            gain=speed / plain_rate, tokens_per_wave=tokens / waves, drafted=drafted,
-            accepted=accepted / max(drafted, 1),
+            gain=speed / plain_rate,
+            tokens_per_wave=sum(t.sampled for t in found) / sum(t.waves for t in found),
+            drafted=drafted, accepted=sum(t.accepted for t in found) / max(drafted, 1),
         )  # fmt: skip
         made.engine.close()
 
@@ -295,43 +366,9 @@ async def device(args: argparse.Namespace, report: Report) -> None:
         await forced(args, report, streams)
 
 
-async def acceptance(args: argparse.Namespace, report: Report) -> None:
-    """First drafts against the tokens that follow, over `tokens` tokens after each prompt."""
-    with open_model(args.model) as model:
-        per_slot = -(-(600 + args.tokens) // BLOCK)
-        pools = PoolSizes(1, 1, per_slot, BLOCK, per_slot, 512)
-        engine = NativeEngine.open(model.spec, model.tensors, pools, kv_format="bf16")
-    runner = Runner(engine)
-    limit, ends = model.spec.token_limit, model.generation.eos_ids
-    for name, sampling in (("greedy", SamplingParams(temperature=0.0)), ("family", FAMILY)):
-        shared = greedy = total = 0
-        in_answer = answer_hits = 0
-        for seed, prompt in enumerate(golden_prompts()):
-            wave = Wave(0)
-            setup(wave, 1, per_slot)
-            wave.before[1].data = SlotConfig(sampling, seed)
-            wave.rows = [Row(RowKind.LAST, 0, 0, 0, len(prompt), prompt, propose=1)]
-            row = (await runner.run(wave)).rows[0]
-            ended = False
-            for _ in range(args.tokens):
-                draft = row.drafts[0]
-                step = Row(RowKind.LAST, 0, 0, row.position, 1, [-1], propose=1)
-                done = await runner.run(Wave(0, rows=[step], taps=("mtp_logits",)))
-                row = done.rows[0]
-                # The tap is what the head said of the token that this wave has sampled.
-                best = int(np.argmax(done.taps["mtp_logits"][:limit]))
-                shared += draft == row.tokens[0]
-                greedy += best == row.tokens[0]
-                total += 1
-                if not ended:
-                    in_answer += 1
-                    answer_hits += draft == row.tokens[0]
-                    ended = row.tokens[0] in ends
-        report.add(
-            f"first_draft_{name}", tokens=total, shared_noise=shared / total,
-            greedy=greedy / total, answer_tokens=in_answer, in_answers=answer_hits / in_answer,
-        )  # fmt: skip
-    engine.close()
+async def golden_acceptance(args: argparse.Namespace, report: Report) -> None:
+    samplings = {"greedy": SamplingParams(temperature=0.0), "family": FAMILY}
+    await acceptance(args, report, golden_prompts(), samplings)
 
 
 def main() -> None:
@@ -339,11 +376,13 @@ def main() -> None:
     parser.add_argument("--model", default="ksl-nano")
     parser.add_argument("--kinds", default="code,chat,random")
     parser.add_argument("--streams", default="1,2,4,8")
-    parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--tokens", type=int, default=192)
+    parser.add_argument("--batches", type=int, default=4)
     parser.add_argument("--speculation", choices=POLICIES, default="auto")
     parser.add_argument("--margin", type=float, default=0.5)
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--nice", type=int, default=10)
     parser.add_argument("--acceptance", action="store_true")
     parser.add_argument("--device", action="store_true")
     parser.add_argument("--backend", choices=("cuda", "cpu"), default="cuda")
@@ -356,7 +395,7 @@ def main() -> None:
     args = parser.parse_args()
     name, work = "speculation", matrix
     if args.acceptance:
-        name, work = "speculation_acceptance", acceptance
+        name, work = "speculation_acceptance", golden_acceptance
     elif args.device:
         name, work = "speculation_device", device
     report = Report(name)
