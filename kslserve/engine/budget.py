@@ -124,7 +124,8 @@ def workspace_bytes(
     floats = wave_columns * (widest + 5 * hidden)
     floats += _HEAD_BATCH * (hidden + _padded(spec.vocab)) + hidden
     kept = min(slots * (1 + _DRAFTS_MAX), wave_columns)
-    floats += kept * linear_layers * (conv + 2 * heads)  # the inputs of rows with drafts
+    keys = _padded(spec.lin_key_heads * spec.lin_key_dim)
+    floats += kept * linear_layers * (conv + heads + keys + value)  # of rows with drafts
     floats += (wave_columns + slots) * (spec.rotary_dims if kv_layers(spec) else 0)
     group = spec.heads // spec.kv_heads
     tile = _padded(group * spec.head_dim + 2 * group)
@@ -132,7 +133,6 @@ def workspace_bytes(
     queries = 2 * _ATTENTION_QUERIES * (spec.head_dim + 1)
     queries += 2 * _TILE_KEYS * spec.head_dim + 64
     worker = 32 * tile + 2 * spec.vocab + queries
-    worker += (1 + _DRAFTS_MAX) * (conv + value)
     total = 4 * (floats + threads * worker)
     if int8:
         inputs = [spec.intermediate, spec.hidden * (2 if spec.mtp_layers else 1)]

@@ -9,6 +9,9 @@
 // element is loaded and stored once per token. The first prediction is made while S is copied from
 // the slab into a block that stays in L1; its order of additions is that of the pass, so cutting a
 // row anywhere changes no bit.
+//
+// A replay does the first half of that again for tokens whose d is known: the same products in the
+// same order, so the same bits, without predictions and outputs.
 #include "kernels.h"
 
 namespace ksl {
@@ -61,7 +64,8 @@ template <int N>
 static void scan(const float *q, const float *k, size_t qk_stride, const float *v, float *out,
                  size_t v_stride, size_t out_stride, const float *decay, const float *beta,
                  size_t g_stride, int n, int dk, size_t dv, int nv, float *state, bool commit,
-                 int n_cuts, const int *cut_at, float *const *cut_state) {
+                 float *delta, size_t delta_stride, int n_cuts, const int *cut_at,
+                 float *const *cut_state) {
   alignas(64) float block[kMaxKeyDim * N * 16];
   // The last token may write the slab itself instead of the block.
   const bool last_in_place = commit && nv == 16 * N && (n_cuts == 0 || cut_at[n_cuts - 1] != n);
@@ -82,8 +86,10 @@ static void scan(const float *q, const float *k, size_t qk_stride, const float *
     const float *kt = k + t * qk_stride, *qt = q + t * qk_stride;
     const V g = v_set1(decay[t * g_stride]), b = v_set1(beta[t * g_stride]);
     V d[N], o[N];
-    for (int j = 0; j < N; j++)
+    for (int j = 0; j < N; j++) {
       d[j] = v_mul(b, v_fnma(g, predicted[j], scan_load(v + t * v_stride, j, nv)));
+      if (delta) scan_store(delta + t * delta_stride, d[j], j, nv);
+    }
     if (t + 1 < n)
       scan_token<N, true>(kt, qt, kt + qk_stride, g, d, dk, block, 16 * N, block, 16 * N, o,
                           predicted);
@@ -102,14 +108,57 @@ static void scan(const float *q, const float *k, size_t qk_stride, const float *
 static void delta_scan(const float *q, const float *k, size_t qk_stride, const float *v, float *out,
                        size_t v_stride, size_t out_stride, const float *decay, const float *beta,
                        size_t g_stride, int n, int dk, size_t dv, int nv, float *state, bool commit,
-                       int n_cuts, const int *cut_at, float *const *cut_state) {
+                       float *delta, size_t delta_stride, int n_cuts, const int *cut_at,
+                       float *const *cut_state) {
   if (n <= 0) return;
   if (nv <= 16)
     scan<1>(q, k, qk_stride, v, out, v_stride, out_stride, decay, beta, g_stride, n, dk, dv, nv,
-            state, commit, n_cuts, cut_at, cut_state);
+            state, commit, delta, delta_stride, n_cuts, cut_at, cut_state);
   else
     scan<2>(q, k, qk_stride, v, out, v_stride, out_stride, decay, beta, g_stride, n, dk, dv, nv,
-            state, commit, n_cuts, cut_at, cut_state);
+            state, commit, delta, delta_stride, n_cuts, cut_at, cut_state);
+}
+
+// R rows of the state through all tokens, in registers.
+template <int N, int R>
+KSL_INLINE void replay_rows(const float *k, size_t k_stride, const float *d, size_t d_stride,
+                            const float *decay, size_t g_stride, int n, size_t dv, int nv,
+                            float *state) {
+  V s[R][N];
+  for (int r = 0; r < R; r++)
+    for (int j = 0; j < N; j++) s[r][j] = scan_load(state + r * dv, j, nv);
+  for (int t = 0; t < n; t++) {
+    const V g = v_set1(decay[t * g_stride]);
+    V dt[N];
+    for (int j = 0; j < N; j++) dt[j] = scan_load(d + t * d_stride, j, nv);
+    for (int r = 0; r < R; r++) {
+      const V kr = v_set1(k[t * k_stride + r]);
+      for (int j = 0; j < N; j++) s[r][j] = v_fma(kr, dt[j], v_mul(g, s[r][j]));
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int j = 0; j < N; j++) scan_store(state + r * dv, s[r][j], j, nv);
+}
+
+template <int N>
+static void replay(const float *k, size_t k_stride, const float *d, size_t d_stride,
+                   const float *decay, size_t g_stride, int n, int dk, size_t dv, int nv,
+                   float *state) {
+  enum { R = 4 };
+  int i = 0;
+  for (; i + R <= dk; i += R)
+    replay_rows<N, R>(k + i, k_stride, d, d_stride, decay, g_stride, n, dv, nv, state + i * dv);
+  for (; i < dk; i++)
+    replay_rows<N, 1>(k + i, k_stride, d, d_stride, decay, g_stride, n, dv, nv, state + i * dv);
+}
+
+static void delta_replay(const float *k, size_t k_stride, const float *d, size_t d_stride,
+                         const float *decay, size_t g_stride, int n, int dk, size_t dv, int nv,
+                         float *state) {
+  if (nv <= 16)
+    replay<1>(k, k_stride, d, d_stride, decay, g_stride, n, dk, dv, nv, state);
+  else
+    replay<2>(k, k_stride, d, d_stride, decay, g_stride, n, dk, dv, nv, state);
 }
 
 }  // namespace

@@ -99,11 +99,17 @@ struct Kernels {
   //   to v0; decay, beta: token t at decay + t * g_stride. state: [dk][dv] of this head, row stride
   //   dv, offset to v0; read at the start and, if `commit`, written at the end. cuts: after token
   //   cut_at[i] (1-based count, ascending) the columns are also stored at cut_state[i] (same
-  //   layout).
+  //   layout). delta: null, or token t's correction goes to delta + t * delta_stride, for a replay.
   void (*delta_scan)(const float *q, const float *k, size_t qk_stride, const float *v, float *out,
                      size_t v_stride, size_t out_stride, const float *decay, const float *beta,
                      size_t g_stride, int n, int dk, size_t dv, int nv, float *state, bool commit,
-                     int n_cuts, const int *cut_at, float *const *cut_state);
+                     float *delta, size_t delta_stride, int n_cuts, const int *cut_at,
+                     float *const *cut_state);
+  // What the scan does to the state, from the corrections that it left: bit for bit, at a fraction
+  // of its cost. n may be any number of its first tokens.
+  void (*delta_replay)(const float *k, size_t k_stride, const float *delta, size_t delta_stride,
+                       const float *decay, size_t g_stride, int n, int dk, size_t dv, int nv,
+                       float *state);
 
   AttnKernels attn;
 };

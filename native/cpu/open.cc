@@ -123,6 +123,7 @@ int make_scratch(Backend *b, ksl_error *error) {
   b->conv_stride = padded(spec->conv_channels);
   b->value_stride = padded(spec->v_width);
   b->head_stride = spec->linear_layers ? padded(spec->lin_value_heads) : 0;
+  b->key_stride = spec->linear_layers ? padded(spec->lin_key_heads * spec->lin_key_dim) : 0;
   b->query_stride = padded(spec->q_width);
   b->query_gate_stride = padded(2 * static_cast<size_t>(spec->q_width));
   b->kv_stride = padded(spec->kv_width);
@@ -156,7 +157,7 @@ int make_scratch(Backend *b, ksl_error *error) {
 
   const size_t most_kept = static_cast<size_t>(b->config->slots) * (1 + KSL_MAX_DRAFT);
   b->keep_columns = static_cast<int>(most_kept < columns ? most_kept : columns);
-  b->keep_floats = b->conv_stride + 2 * b->head_stride;
+  b->keep_floats = b->conv_stride + b->head_stride + b->key_stride + b->value_stride;
   b->keep = own_floats(b, b->keep_floats * b->keep_columns * spec->linear_layers);
 
   const int group = spec->kv_layers ? spec->heads / spec->kv_heads : 1;
@@ -179,8 +180,7 @@ int make_scratch(Backend *b, ksl_error *error) {
     w->m = own_floats(b, 2 * kMaxQueries);
     w->tile =
         static_cast<uint8_t *>(own_bytes(b, queries ? attn_scratch_bytes(spec->head_dim) : 0));
-    w->replay = own_floats(b, (1 + KSL_MAX_DRAFT) * (b->conv_stride + b->value_stride));
-    if (!sampler || !w->query || !w->m || !w->tile || !w->replay) {
+    if (!sampler || !w->query || !w->m || !w->tile) {
       return no_memory(error, "the activations");
     }
     w->acc = w->query + queries * spec->head_dim;

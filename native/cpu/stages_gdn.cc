@@ -32,6 +32,20 @@ void push_history(const float *columns, size_t stride, const float *history, int
   }
 }
 
+// Parts of a kept column, behind its pre-conv channels.
+inline float *kept_column(const Backend *b, int linear, int column) {
+  return b->keep + (static_cast<size_t>(linear) * b->keep_columns + column) * b->keep_floats;
+}
+inline size_t kept_decay(const Backend *b) {
+  return b->conv_stride;
+}
+inline size_t kept_keys(const Backend *b) {
+  return kept_decay(b) + b->head_stride;
+}
+inline size_t kept_delta(const Backend *b) {
+  return kept_keys(b) + b->key_stride;
+}
+
 void convolve(const Backend *b, const LinearWeights *w, const float *columns, size_t stride,
               const float *history, int offset, int c0, int width, float *out) {
   const int channels = b->spec->conv_channels;
@@ -60,7 +74,13 @@ void conv_task(void *context, int, int begin, int end) {
         convolve(b, t->w, columns, b->conv_stride, history, j, c0, width,
                  b->conv + (row->column + j) * b->conv_stride);
       }
-      if (row->keep >= 0) continue;
+      if (row->keep >= 0) {
+        for (int j = 0; j < row->n; j++) {
+          memcpy(kept_column(b, t->linear, row->keep + j) + c0, columns + j * b->conv_stride + c0,
+                 width * sizeof(float));
+        }
+        continue;
+      }
       for (int k = 0; k < row->n_cuts; k++) {
         push_history(columns, b->conv_stride, history, channels, row->cut_offset[k], c0, width,
                      slab_history(b, row->cut_slab[k], t->linear));
@@ -70,23 +90,19 @@ void conv_task(void *context, int, int begin, int end) {
   }
 }
 
-inline float *kept_column(const Backend *b, int linear, int column) {
-  return b->keep + (static_cast<size_t>(linear) * b->keep_columns + column) * b->keep_floats;
-}
-
+// Keys and decays of rows with drafts; the corrections follow from the scan.
 void keep_columns(Backend *b, int linear) {
   const ModelSpec *s = b->spec;
+  const int keys = s->lin_key_heads * s->lin_key_dim;
   for (int r = 0; r < b->n_rows; r++) {
     const RowPlan *row = &b->rows[r];
     if (row->keep < 0) continue;
     for (int j = 0; j < row->n; j++) {
       const size_t c = row->column + j;
       float *kept = kept_column(b, linear, row->keep + j);
-      memcpy(kept, b->qkv + c * b->conv_stride, s->conv_channels * sizeof(float));
-      kept += b->conv_stride;
-      memcpy(kept, b->decay + c * b->head_stride, s->lin_value_heads * sizeof(float));
-      kept += b->head_stride;
-      memcpy(kept, b->beta + c * b->head_stride, s->lin_value_heads * sizeof(float));
+      memcpy(kept + kept_decay(b), b->decay + c * b->head_stride,
+             s->lin_value_heads * sizeof(float));
+      memcpy(kept + kept_keys(b), b->conv + c * b->conv_stride + keys, keys * sizeof(float));
     }
   }
 }
@@ -128,41 +144,51 @@ void gates_task(void *context, int, int begin, int end) {
   }
 }
 
-// Where a scan reads and writes: token t at base + t * stride.
-struct ScanInput {
-  const float *conv;
-  const float *decay, *beta;
-  float *out;
-  size_t conv_stride, gate_stride, out_stride;
-  int n;
+// Some value columns of one head, [v0, v0 + width).
+struct ScanBlock {
+  int head, key_head, v0, width;
+  size_t values, keys, state;  // where they begin: in v and d, in q and k, in the state
 };
-
-// Value columns of block `item` (of all heads) through the tokens of one row.
-void scan_block(Backend *b, const RowPlan *row, const ScanInput *in, int linear, int item,
-                bool commit) {
-  const ModelSpec *s = b->spec;
-  const int dk = s->lin_key_dim, dv = s->lin_value_dim;
-  const int per_head = (dv + kScanColumns - 1) / kScanColumns;
-  const int head = item / per_head, v0 = item % per_head * kScanColumns;
-  const int width = dv - v0 < kScanColumns ? dv - v0 : kScanColumns;
-  const int key_head = head / (s->lin_value_heads / s->lin_key_heads);
-  const int keys = s->lin_key_heads * dk;
-  const size_t at = static_cast<size_t>(head) * dk * dv + v0;
-  float *cut_state[KSL_MAX_CUTS];
-  int n_cuts = 0;
-  for (; n_cuts < row->n_cuts; n_cuts++) {
-    cut_state[n_cuts] = slab_state(b, row->cut_slab[n_cuts], linear) + at;
-  }
-  const float *q = in->conv + key_head * dk;
-  const float *v = in->conv + 2 * keys + head * dv + v0;
-  b->kernels->delta_scan(q, q + keys, in->conv_stride, v, in->out + head * dv + v0, in->conv_stride,
-                         in->out_stride, in->decay + head, in->beta + head, in->gate_stride, in->n,
-                         dk, dv, width, slab_state(b, row->slab, linear) + at, commit, n_cuts,
-                         row->cut_offset, cut_state);
-}
 
 int scan_blocks(const ModelSpec *s) {
   return s->lin_value_heads * ((s->lin_value_dim + kScanColumns - 1) / kScanColumns);
+}
+
+ScanBlock scan_block(const ModelSpec *s, int item) {
+  const int dk = s->lin_key_dim, dv = s->lin_value_dim;
+  const int per_head = (dv + kScanColumns - 1) / kScanColumns;
+  ScanBlock block;
+  block.head = item / per_head;
+  block.key_head = block.head / (s->lin_value_heads / s->lin_key_heads);
+  block.v0 = item % per_head * kScanColumns;
+  block.width = dv - block.v0 < kScanColumns ? dv - block.v0 : kScanColumns;
+  block.values = static_cast<size_t>(block.head) * dv + block.v0;
+  block.keys = static_cast<size_t>(block.key_head) * dk;
+  block.state = static_cast<size_t>(block.head) * dk * dv + block.v0;
+  return block;
+}
+
+// A block through the columns of one row. A row with drafts leaves the state and its corrections.
+void scan_row(Backend *b, const RowPlan *row, int linear, const ScanBlock *block) {
+  const ModelSpec *s = b->spec;
+  const int keys = s->lin_key_heads * s->lin_key_dim;
+  const size_t c = row->column;
+  const float *conv = b->conv + c * b->conv_stride;
+  const float *q = conv + block->keys;
+  const bool commit = row->keep < 0;
+  float *delta =
+      commit ? nullptr : kept_column(b, linear, row->keep) + kept_delta(b) + block->values;
+  float *cut_state[KSL_MAX_CUTS];
+  for (int k = 0; k < row->n_cuts; k++) {
+    cut_state[k] = slab_state(b, row->cut_slab[k], linear) + block->state;
+  }
+  b->kernels->delta_scan(q, q + keys, b->conv_stride, conv + 2 * keys + block->values,
+                         b->core + c * b->value_stride + block->values, b->conv_stride,
+                         b->value_stride, b->decay + c * b->head_stride + block->head,
+                         b->beta + c * b->head_stride + block->head, b->head_stride, row->n,
+                         s->lin_key_dim, s->lin_value_dim, block->width,
+                         slab_state(b, row->slab, linear) + block->state, commit, delta,
+                         b->keep_floats, row->n_cuts, row->cut_offset, cut_state);
 }
 
 // Items are value column blocks; each takes all rows, so that rows of any length split evenly.
@@ -170,19 +196,9 @@ void scan_task(void *context, int, int begin, int end) {
   const LayerTask *t = static_cast<const LayerTask *>(context);
   Backend *b = t->b;
   for (int i = begin; i < end; i++) {
+    const ScanBlock block = scan_block(b->spec, i);
     for (int r = 0; r < b->n_rows; r++) {
-      const RowPlan *row = &b->rows[r];
-      if (!row->n) continue;
-      const size_t c = row->column;
-      const ScanInput in = {b->conv + c * b->conv_stride,
-                            b->decay + c * b->head_stride,
-                            b->beta + c * b->head_stride,
-                            b->core + c * b->value_stride,
-                            b->conv_stride,
-                            b->head_stride,
-                            b->value_stride,
-                            row->n};
-      scan_block(b, row, &in, t->linear, i, row->keep < 0);
+      if (b->rows[r].n) scan_row(b, &b->rows[r], t->linear, &block);
     }
   }
 }
@@ -205,36 +221,27 @@ void gated_norm_task(void *context, int, int begin, int end) {
   }
 }
 
-// Items are linear layers.
-void commit_task(void *context, int worker, int begin, int end) {
+// Items are blocks of all linear layers; the first one of a layer also moves its history on.
+void commit_task(void *context, int, int begin, int end) {
   Backend *b = static_cast<Backend *>(context);
   const ModelSpec *s = b->spec;
-  float *conv = b->workers[worker].replay;
-  float *out = conv + (1 + KSL_MAX_DRAFT) * b->conv_stride;
-  for (int layer = 0; layer < s->layers; layer++) {
-    const LayerWeights *w = &b->layers[layer];
-    if (w->kind != KSL_LAYER_LINEAR || w->index < begin || w->index >= end) continue;
+  const int blocks = scan_blocks(s);
+  for (int i = begin; i < end; i++) {
+    const int linear = i / blocks;
+    const ScanBlock block = scan_block(s, i % blocks);
     for (int r = 0; r < b->n_rows; r++) {
       const RowPlan *row = &b->rows[r];
       if (row->keep < 0) continue;
-      const float *kept = kept_column(b, w->index, row->keep);
-      float *history = slab_history(b, row->slab, w->index);
-      const int channels = s->conv_channels;
-      for (int j = 0; j < row->committed; j++) {
-        convolve(b, &w->linear, kept, b->keep_floats, history, j, 0, channels,
-                 conv + j * b->conv_stride);
-        unit_heads(b, conv + j * b->conv_stride);
-      }
-      const ScanInput in = {conv,
-                            kept + b->conv_stride,
-                            kept + b->conv_stride + b->head_stride,
-                            out,
-                            b->conv_stride,
-                            b->keep_floats,
-                            b->value_stride,
-                            row->committed};
-      for (int i = 0; i < scan_blocks(s); i++) scan_block(b, row, &in, w->index, i, true);
-      push_history(kept, b->keep_floats, history, channels, row->committed, 0, channels, history);
+      const float *kept = kept_column(b, linear, row->keep);
+      b->kernels->delta_replay(kept + kept_keys(b) + block.keys, b->keep_floats,
+                               kept + kept_delta(b) + block.values, b->keep_floats,
+                               kept + kept_decay(b) + block.head, b->keep_floats, row->committed,
+                               s->lin_key_dim, s->lin_value_dim, block.width,
+                               slab_state(b, row->slab, linear) + block.state);
+      if (i % blocks) continue;
+      float *history = slab_history(b, row->slab, linear);
+      push_history(kept, b->keep_floats, history, s->conv_channels, row->committed, 0,
+                   s->conv_channels, history);
     }
   }
 }
@@ -300,7 +307,8 @@ void gdn_commit_kept(Backend *b) {
   }
   if (!columns || !b->spec->linear_layers) return;
   const int64_t per_token = static_cast<int64_t>(b->spec->v_width) * b->spec->lin_key_dim * 4;
-  parallel(b, b->spec->linear_layers, columns * per_token * b->spec->linear_layers, commit_task, b);
+  parallel(b, b->spec->linear_layers * scan_blocks(b->spec),
+           columns * per_token * b->spec->linear_layers, commit_task, b);
 }
 
 }  // namespace ksl

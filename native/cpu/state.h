@@ -55,9 +55,9 @@ struct RowPlan {
   ksl_done *done;
   SlotState *slot;
   float *slab;
-  int column;  // its first column
-  int n;       // columns, fewer than asked where drafts are missing; 0: it does nothing
-  int keep;    // first column of the kept scan inputs, -1: the state is committed as it is computed
+  int column;     // its first column
+  int n;          // columns, fewer than asked where drafts are missing; 0: it does nothing
+  int keep;       // first of its kept columns, -1: the state is committed as it is computed
   int committed;  // columns whose state the slab has in the end
   bool ended;     // no more of its columns are sampled
   int n_cuts;     // ascending offsets; VERIFY rows have none
@@ -76,7 +76,6 @@ struct WorkerScratch {
   float *query, *acc;  // [kMaxQueries][head_dim]: heads of one or more columns
   float *m, *l;        // [kMaxQueries]
   uint8_t *tile;       // attn_scratch_bytes
-  float *replay;       // [1 + KSL_MAX_DRAFT][conv_channels]
 };
 
 struct Backend {
@@ -144,8 +143,8 @@ struct Backend {
   float *partials;     // attention tiles of few columns over many keys
   int partial_tiles;
   float *zero_hidden;  // [hidden]
-  // kept inputs of VERIFY rows: [linear layers][keep_columns][keep_floats]: pre-conv column, decay,
-  // beta
+  // kept from VERIFY rows: [linear layers][keep_columns][keep_floats]: pre-conv column, decays,
+  // keys, corrections
   float *keep;
   int keep_columns;
   size_t keep_floats;

@@ -513,11 +513,12 @@ ScanCase random_scan(int n, int dk, int dv) {
 // Tokens [t0, t1) for value columns [v0, v0 + nv).
 void run_scan(const Kernels &k, const ScanCase &s, int t0, int t1, int v0, int nv, Floats &out,
               Floats &state, bool commit, int n_cuts = 0, const int *cut_at = nullptr,
-              float *const *cut_state = nullptr) {
+              float *const *cut_state = nullptr, float *delta = nullptr) {
   k.delta_scan(&s.q[t0 * s.qk_stride], &s.k[t0 * s.qk_stride], s.qk_stride,
                &s.v[t0 * s.v_stride + v0], &out[t0 * s.out_stride + v0], s.v_stride, s.out_stride,
                &s.decay[t0 * s.g_stride], &s.beta[t0 * s.g_stride], s.g_stride, t1 - t0, s.dk, s.dv,
-               nv, &state[v0], commit, n_cuts, cut_at, cut_state);
+               nv, &state[v0], commit, delta ? delta + t0 * s.v_stride + v0 : nullptr, s.v_stride,
+               n_cuts, cut_at, cut_state);
 }
 
 void test_scan(const Kernels &k, int n, int dk, int dv) {
@@ -560,6 +561,25 @@ void test_scan(const Kernels &k, int n, int dk, int dv) {
     check(same_bits(out.data(), whole.data(), out.size()) &&
               same_bits(cut.data(), after.data(), cut.size()),
           "delta_scan %d x %d x %d: bits depend on the cutting", n, dk, dv);
+  }
+  // A replay of any prefix: the bits of the scan.
+  Floats delta(n * s.v_stride, 9.0f);
+  for (int kept : {n, 1 + below(n)}) {
+    Floats out(n * s.out_stride), untouched(s.state), scanned(s.state), replayed(s.state);
+    for (int v0 = 0; v0 < dv;) {
+      int nv = 1 + below(32);
+      if (nv > dv - v0) nv = dv - v0;
+      run_scan(k, s, 0, n, v0, nv, out, untouched, false, 0, nullptr, nullptr, delta.data());
+      run_scan(k, s, 0, kept, v0, nv, out, scanned, true);
+      k.delta_replay(s.k.data(), s.qk_stride, &delta[v0], s.v_stride, s.decay.data(), s.g_stride,
+                     kept, dk, dv, nv, &replayed[v0]);
+      v0 += nv;
+    }
+    check(same_bits(scanned.data(), replayed.data(), scanned.size()),
+          "delta_replay of %d of %d tokens differs from the scan", kept, n);
+    check(same_bits(untouched.data(), s.state.data(), s.state.size()),
+          "delta_scan with deltas changed the state");
+    check(delta[dv] == 9.0f, "delta_scan wrote corrections behind its columns");
   }
   int cut_at[3] = {1, 1 + n / 2, n};
   Floats snapshots[3] = {Floats((size_t)dk * dv), Floats((size_t)dk * dv), Floats((size_t)dk * dv)};
