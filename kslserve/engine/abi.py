@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 # SHA-256 of native/include/ksl.h; `python build.py abi` writes it, the build refuses another one.
-ABI_HASH = "ad2aedc6e2d96c7f9a1c16a40caeee2d4dce16aa110f9a39cd10a8c3dcd91286"
+ABI_HASH = "39cfeec69167545e13930e6e5807e9fd3d24cab474ada4cfbfc8115a73983446"
 
 
 def header_hash(root: Path) -> str:

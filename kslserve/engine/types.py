@@ -45,6 +45,7 @@ class OpKind(enum.IntEnum):
     FORCE = 9
     DROP_SLABS = 10
     DROP_BLOCKS = 11
+    FAULT = 12
 
 
 @dataclass(slots=True)

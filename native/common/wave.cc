@@ -198,8 +198,12 @@ int check_op(WaveChecker *c, const ksl_op *op, Place at, ksl_error *error) {
     case KSL_OP_FORCE:
       rc = in_range(error, at, "a (slot)", op->a, 0, l->slots - 1);
       return rc == KSL_OK ? check_force(l, op, at, error) : rc;
+    case KSL_OP_FAULT:
+      if (l->test_hooks) return KSL_OK;
+      return fail(error, KSL_INVALID, "%s %d: FAULT needs an engine opened with test_hooks",
+                  at.list, at.index);
     default:
-      return out_of_range(error, at, "kind", op->kind, KSL_OP_ZERO_SLAB, KSL_OP_DROP_BLOCKS);
+      return out_of_range(error, at, "kind", op->kind, KSL_OP_ZERO_SLAB, KSL_OP_FAULT);
   }
 }
 

@@ -79,6 +79,9 @@ void run_op(Backend *b, const ksl_op *op) {
     case KSL_OP_DROP_BLOCKS:
       alloc_discard(b->blocks + op->a * b->block_bytes, op->n * b->block_bytes);
       break;
+    case KSL_OP_FAULT:
+      b->fault = true;
+      break;
   }
 }
 
@@ -166,6 +169,7 @@ int cpu_run(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
         wave->block_ids + edit->offset, edit->n * sizeof(int32_t));
   }
   for (int i = 0; i < wave->n_before; i++) run_op(b, &wave->before[i]);
+  if (b->fault) return fail(error, KSL_FATAL, "A fault was asked for.");
 
   int code = plan_rows(b, wave, done, error);
   if (code) return code;

@@ -118,6 +118,7 @@ struct Backend {
 
   // the running wave
   const Wave *wave;
+  bool fault;     // a test asked for it
   RowPlan *rows;  // [slots]
   int n_rows;
   Batch trunk;    // the wave's columns

@@ -30,6 +30,10 @@ bool synchronize(Backend *b, const char *what) {
 
 namespace {
 
+__global__ void fault_kernel() {
+  asm volatile("trap;");
+}
+
 float *slab_at(const Backend *b, int index) {
   return b->slabs.data + index * b->slabs.stride;
 }
@@ -146,6 +150,9 @@ void run_op(Backend *b, const ksl_op *op) {
     }
     case KSL_OP_DROP_SLABS:  // device memory is this process's own as long as it is open
     case KSL_OP_DROP_BLOCKS:
+      break;
+    case KSL_OP_FAULT:
+      KSL_LAUNCH(&b->device, "a fault that was asked for", fault_kernel, 1, 1);
       break;
   }
 }

@@ -124,7 +124,7 @@ typedef struct ksl_config {
   /* execution */
   int32_t activations;        /* KSL_ACT_* */
   int32_t isa, threads, nice; /* threads 0: one per core */
-  int32_t test_hooks;         /* FORCE and fault hooks are refused unless set */
+  int32_t test_hooks;         /* FORCE and FAULT are refused unless set */
   int64_t fail_alloc_at;      /* test hook: the n-th allocation of open fails; 0 never */
   /* MTP drafts. draft_margin: a chain ends before a draft whose score leads the second best one by
      less, in units of logit / temperature (of logits at temperature 0), noise included; 0: never.
@@ -189,7 +189,8 @@ enum {
   /* Slabs, blocks [a, a + n): nobody needs what they hold, which is undefined from here on. Pools
      in the machine's own memory give the pages back to it until they are written again. */
   KSL_OP_DROP_SLABS = 10,
-  KSL_OP_DROP_BLOCKS = 11
+  KSL_OP_DROP_BLOCKS = 11,
+  KSL_OP_FAULT = 12 /* the backend fails, a device with an error of its own; test hook */
 };
 
 typedef struct ksl_op {

@@ -339,7 +339,7 @@ const Fault kFaults[] = {
     {"edit 0: offset is -1", [](Draft *d) { d->edits[0].offset = -1; }},
     {"edit 1: block id is 24, must be 0 to 23", [](Draft *d) { d->block_ids[4] = kBlocks; }},
     {"edit 0: block id is -1", [](Draft *d) { d->block_ids[0] = -1; }},
-    {"before op 1: kind is 12, must be 0 to 11", [](Draft *d) { d->before[1].kind = 12; }},
+    {"before op 1: kind is 13, must be 0 to 12", [](Draft *d) { d->before[1].kind = 13; }},
     {"before op 1: n is 0, must be 1 to 12",
      [](Draft *d) { d->before[1].kind = KSL_OP_DROP_SLABS; }},
     {"before op 1: a is 23, must be 0 to 22",

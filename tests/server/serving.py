@@ -99,11 +99,12 @@ def metric_of(text: str, name: str) -> float:
 
 
 class Process:
-    """`python -m kslserve` with flags; `url` once it says that it is ready."""
+    """`python -m kslserve` with flags; `url` once it says that it is ready. program: another module
+    and what comes before the flags."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, program: tuple[str, ...] = ("kslserve",)) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "kslserve", "--port", "0", *flags],
+            [sys.executable, "-m", *program, "--port", "0", *flags],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
