@@ -1,8 +1,9 @@
-"""An engine that is asked for one wave at a time."""
+"""An engine that is asked for waves, and waited for."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -27,7 +28,7 @@ class Waves:
     def __init__(self, engine: NativeEngine) -> None:
         self.engine = engine
         self._id = 0
-        self._waiting: asyncio.Future[Done] | None = None
+        self._waiting: deque[asyncio.Future[Done]] = deque()
         engine.start(self._done)
 
     def __enter__(self) -> Waves:
@@ -42,16 +43,20 @@ class Waves:
         self.engine.close()
 
     def _done(self, done: Done) -> None:
-        assert self._waiting is not None
-        self._waiting.set_result(done)
+        self._waiting.popleft().set_result(done)
+
+    def send(self, **parts: Any) -> asyncio.Future[Done]:
+        """Submit a wave, whose parts are the fields of Wave; what it will have done. EngineError
+        where the engine does not take it."""
+        self._id += 1
+        if not self.engine.submit(Wave(self._id, **parts)):
+            raise EngineError("The engine did not take a wave although there is room.")
+        self._waiting.append(asyncio.get_running_loop().create_future())
+        return self._waiting[-1]
 
     async def run(self, **parts: Any) -> Done:
-        """One wave; parts are the fields of Wave. EngineError where it fails."""
-        self._id += 1
-        self._waiting = asyncio.get_running_loop().create_future()
-        if not self.engine.submit(Wave(self._id, **parts)):
-            raise EngineError("The engine did not take a wave although none was running.")
-        done = await self._waiting
+        """One wave from beginning to end. EngineError where it fails."""
+        done = await self.send(**parts)
         if done.error:
             raise EngineError(done.error)
         return done
