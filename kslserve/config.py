@@ -86,15 +86,18 @@ class Settings:
     threads: int = _s(0, "int", "engine threads; 0: one per core", low=0, high=1024)
     cpu_nice: int = _s(10, "int", "nice value of the CPU backend's threads", low=0, high=19)
     context: int = _s(
-        AUTO, "int", "window of a request in tokens; auto: the model's maximum", low=16, auto=True
-    )
+        AUTO, "int", "window of a request in tokens; auto: the model's maximum, or what fits "
+        "beside 15 % of the free memory, 2 GiB at least, on CUDA 5 % and 512 MiB",
+        low=16, auto=True,
+    )  # fmt: skip
     kv: str = _s(
         "auto", "choice", "KV format; auto: bf16 on the CPU, q4 on CUDA",
         choices=("auto", "f32", "bf16", "fp8", "q4", "int8_g64", "int4_g32"),
     )  # fmt: skip
     kv_tokens: int = _s(
-        AUTO, "int", "size of the KV pool in tokens; auto: what memory allows", low=16, auto=True
-    )
+        AUTO, "int", "size of the KV pool in tokens; auto: a context for every sequence, as far as "
+        "half of the memory goes, on CUDA all but that margin", low=16, auto=True,
+    )  # fmt: skip
     block_tokens: int = _s(128, "int", "tokens of a KV block, a multiple of 16", low=16, high=4096)
     max_seqs: int = _s(
         AUTO, "int", "sequences that run at once; auto: 8, on CUDA 32 where their state is small "

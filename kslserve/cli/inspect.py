@@ -86,7 +86,7 @@ def _verify(model: str) -> dict[str, Any]:
 
 
 def _plan(args: argparse.Namespace) -> dict[str, Any]:
-    from kslserve.engine.codecs import encoding_sizes
+    from kslserve.engine.codecs import encoded_bytes
     from kslserve.ksl import policy
     from kslserve.ksl.report import open_for_report
     from kslserve.startup.memory import MemoryWish, plan_memory
@@ -99,7 +99,7 @@ def _plan(args: argparse.Namespace) -> dict[str, Any]:
         plan = policy.plan(source, args.weights, args.head)
     finally:
         source.close()
-    weights = sum(sum(encoding_sizes(t.encoding, t.rows, t.cols)) for t in plan.tensors)
+    weights = encoded_bytes(plan.tensors)
     wish = MemoryWish(
         memory_bytes=parse_size("--vram", args.vram),
         context=args.context or spec.max_positions,

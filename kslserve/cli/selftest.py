@@ -187,7 +187,7 @@ def _pools(device: str) -> PoolSizes:
 def _largest(library: Any, device: str) -> tuple[str, int]:
     """The largest shape whose FP6 weights and pools fit, and the free bytes. The CPU takes the
     smallest: it is to end soon."""
-    from kslserve.engine.codecs import encoding_sizes
+    from kslserve.engine.codecs import encoded_bytes
     from kslserve.ksl import policy
     from kslserve.ksl.report import open_for_report
     from kslserve.ksl.synth import SHAPES
@@ -197,10 +197,9 @@ def _largest(library: Any, device: str) -> tuple[str, int]:
     for name in names[:-1] if device == "cuda" else ():
         source = open_for_report(f"synth:{name}", "")
         try:
-            tensors = policy.plan(source, "fp6", "auto").tensors
+            weights = encoded_bytes(policy.plan(source, "fp6", "auto").tensors)
         finally:
             source.close()
-        weights = sum(sum(encoding_sizes(t.encoding, t.rows, t.cols)) for t in tensors)
         if weights < SHARE * free - (6 << 30):
             return name, free
     return names[-1], free

@@ -6,8 +6,9 @@ elements, NVFP4 one scale per 16 columns and one float32 global per 128 rows.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +66,24 @@ def encoding_sizes(encoding: int, rows: int, cols: int) -> tuple[int, int, int]:
         _require_multiple(encoding, cols, GROUP)
         return rows * cols // 2, rows * cols // GROUP, -(-rows // SCALE_BLOCK) * 4
     raise EngineError(f"Encoding {encoding} is unknown.")
+
+
+class Encodable(Protocol):
+    """Anything with the shape and encoding of a tensor."""
+
+    @property
+    def encoding(self) -> int: ...
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def cols(self) -> int: ...
+
+
+def encoded_bytes(tensors: Iterable[Encodable]) -> int:
+    """Bytes of all of them: what an engine's copy of the weights takes, but for padding."""
+    return sum(sum(encoding_sizes(t.encoding, t.rows, t.cols)) for t in tensors)
 
 
 def encode(encoding: int, array: F32) -> Encoded:

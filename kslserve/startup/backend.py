@@ -11,7 +11,7 @@ from typing import cast
 
 from kslserve.config import Settings
 from kslserve.core.sampling import SamplingParams
-from kslserve.engine.codecs import encoding_sizes
+from kslserve.engine.codecs import encoded_bytes
 from kslserve.engine.fake import FakeEngine
 from kslserve.engine.fingerprint import fingerprint
 from kslserve.engine.model import PoolSizes
@@ -26,7 +26,7 @@ from kslserve.service.grammar import GrammarError, Grammars
 from kslserve.service.model import ServedModel
 from kslserve.service.turnstore import Kept, TurnStore
 from kslserve.startup.device import free_bytes, open_library, place
-from kslserve.startup.lines import describe
+from kslserve.startup.lines import describe, plan_line
 from kslserve.startup.pools import kv_format, plan_pools
 from kslserve.startup.speculation import spec_policy
 from kslserve.text.bare import BareTokenizer
@@ -73,7 +73,9 @@ def open_backend(settings: Settings, log_line: Callable[[str], None]) -> Backend
             if model.tokenizer_json is not None:
                 notes.append(f"no chat template: the {FALLBACK_TEMPLATE} one is used")
         template = ChatTemplate(source, tokenizer.control_tokens)
-        plan = plan_pools(settings, model.spec, free_bytes(settings) - _weight_bytes(model))
+        weights, free = encoded_bytes(model.tensors), free_bytes(settings)
+        plan = plan_pools(settings, model.spec, free - weights)
+        log_line(plan_line(settings, model.spec, plan, weights, free))
         notes += plan.notes
         # Refused before the weights are read.
         drafts = spec_policy(settings, settings.engine == "native" and model.spec.mtp_layers > 0)
@@ -208,11 +210,6 @@ def _open_disk(settings: Settings, identity: str, info: EngineInfo) -> DiskStore
         bytes.fromhex(identity), info.slab_bytes, info.block_bytes, info.block_tokens
     )
     return DiskStore(settings.prefix_cache_dir, sizes)
-
-
-def _weight_bytes(model: ModelFile) -> int:
-    """Bytes that the engine's copy of the weights will take."""
-    return sum(sum(encoding_sizes(t.encoding, t.rows, t.cols)) for t in model.tensors)
 
 
 def sampling_defaults(model: ModelFile) -> SamplingParams:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kslserve.config import Settings
 from kslserve.core.sampling import SamplingParams
+from kslserve.engine.budget import kv_token_bytes, slab_bytes, slot_bytes
+from kslserve.engine.model import ModelSpec
 from kslserve.engine.types import EngineInfo
 from kslserve.ksl.model import ModelFile
 from kslserve.sched.spec.policy import SpecPolicy
 from kslserve.service.model import ServedModel
-from kslserve.startup.pools import size
+from kslserve.startup.pools import PoolPlan, kv_format, size, workspace_bytes
 
 
 def describe(
@@ -46,6 +49,22 @@ def describe(
         f"drafts    {describe_drafts(drafts)}",
     ]
     return lines + [f"note      {note}" for note in notes]
+
+
+def plan_line(settings: Settings, spec: ModelSpec, plan: PoolPlan, weights: int, free: int) -> str:
+    """What is about to be taken. weights: their encoded bytes. free: before that."""
+    sizes, kv = plan.sizes, kv_format(settings)
+    tokens = sizes.blocks * sizes.block_tokens
+    slots = sizes.slots * slot_bytes(spec, sizes.blocks_per_slot)
+    workspace = workspace_bytes(settings, spec, sizes.slots)
+    kv_bytes, slabs = tokens * kv_token_bytes(spec, kv), sizes.slabs * slab_bytes(spec)
+    total = weights + kv_bytes + slabs + slots + workspace
+    kind = "reserved, taken as it is used" if settings.device != "cuda" else "taken now"
+    return (
+        f"memory plan: weights {size(weights)}, KV {tokens} tokens {size(kv_bytes)} ({kv}), "
+        f"{sizes.slabs} slabs {size(slabs)}, slots {size(slots)}, activations {size(workspace)}: "
+        f"{size(total)} of {size(free)}, {kind}; automatic sizes leave {size(plan.margin)} alone"
+    )
 
 
 def describe_drafts(drafts: SpecPolicy | None) -> str:

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 from kslserve.engine import budget
+from kslserve.engine.device_budget import RUNTIME_BYTES, device_workspace_bytes
 from kslserve.engine.model import ModelSpec
 from kslserve.errors import UsageError
 
@@ -29,8 +30,9 @@ class MemoryWish:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes of each part. A checkpoint is a slab and a private tail block. largest_context: of all
-    sequences at once; 0 when not even one block fits."""
+    """Bytes of each part. workspace: activations, and what the driver takes. A checkpoint is a slab
+    and a private tail block. largest_context: of all sequences at once; 0 when not even one block
+    fits."""
 
     wish: MemoryWish
     weights: int
@@ -56,21 +58,23 @@ def plan_memory(spec: ModelSpec, weight_bytes: int, wish: MemoryWish) -> MemoryP
     block = budget.block_bytes(spec, wish.kv, wish.block_tokens)
     slab = budget.slab_bytes(spec, wish.kv)
     columns = wish.wave_columns + wish.max_seqs
-    workspace = budget.workspace_bytes(spec, wish.max_seqs, columns, threads=1)
     checkpoints = wish.checkpoints * (slab + block)
 
-    def kv_and_slots(blocks: int) -> tuple[int, int]:
-        """Of `blocks` KV blocks per sequence."""
-        kv = wish.max_seqs * blocks * block
-        return kv, wish.max_seqs * budget.slot_bytes(spec, blocks)
+    def parts(blocks: int) -> tuple[int, int, int]:
+        """KV, slots and workspace with `blocks` KV blocks per sequence."""
+        workspace = RUNTIME_BYTES + device_workspace_bytes(
+            spec, wish.kv, wish.max_seqs, columns, wish.block_tokens, blocks
+        )
+        slots = wish.max_seqs * budget.slot_bytes(spec, blocks)
+        return wish.max_seqs * blocks * block, slots, workspace
 
-    fixed = weight_bytes + workspace + wish.max_seqs * slab + checkpoints
-    kv, slots = kv_and_slots(math.ceil(wish.context / wish.block_tokens))
-    total = fixed + kv + slots
+    fixed = weight_bytes + wish.max_seqs * slab + checkpoints
+    kv, slots, workspace = parts(math.ceil(wish.context / wish.block_tokens))
+    total = fixed + kv + slots + workspace
     most, least = CONTEXT_MAX // wish.block_tokens + 1, 0
     while most - least > 1:  # `least` blocks fit or are none, `most` do not fit or are too many
         middle = (most + least) // 2
-        if fixed + sum(kv_and_slots(middle)) <= wish.memory_bytes:
+        if fixed + sum(parts(middle)) <= wish.memory_bytes:
             least = middle
         else:
             most = middle

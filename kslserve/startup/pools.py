@@ -7,7 +7,9 @@ import os
 from dataclasses import dataclass
 
 from kslserve.config import AUTO, Settings
-from kslserve.engine.budget import KV_OF, kv_problem, kv_token_bytes, slab_bytes
+from kslserve.engine.budget import KV_OF, kv_problem, kv_token_bytes, slab_bytes, slot_bytes
+from kslserve.engine.budget import workspace_bytes as cpu_workspace_bytes
+from kslserve.engine.device_budget import RUNTIME_BYTES, device_workspace_bytes
 from kslserve.engine.model import ModelSpec, PoolSizes
 from kslserve.errors import UsageError
 
@@ -19,10 +21,12 @@ _COLUMNS, _DEVICE_COLUMNS = 512, 2048
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """context: longest timeline of a request. notes: what was changed to make it fit."""
+    """context: longest timeline of a request. margin: bytes that automatic sizes left alone. notes:
+    what was changed to make it fit."""
 
     sizes: PoolSizes
     context: int
+    margin: int
     notes: tuple[str, ...] = ()
 
 
@@ -59,75 +63,143 @@ def columns(settings: Settings) -> int:
     return _DEVICE_COLUMNS if settings.device == "cuda" else _COLUMNS
 
 
-def plan_pools(settings: Settings, spec: ModelSpec, free_bytes: int) -> PoolPlan:
-    """Size the pools. free_bytes: memory that is left beside the weights; half of it may be KV.
+def margin_bytes(settings: Settings, free_bytes: int) -> int:
+    """Memory that automatic sizes leave alone. Of the machine's: 15 %, at least 2 GiB, for the
+    compilers and browsers beside us and the file cache. Of a device's: 5 %, at least 512 MiB, for a
+    screen and the driver. Never more than half of what there is."""
+    percent, least = (5, 512 << 20) if settings.device == "cuda" else (15, 2 << 30)
+    return min(max(free_bytes * percent // 100, least), free_bytes // 2)
 
-    `auto` context is the model's maximum, or what fits into that half; `auto` KV holds as many
-    whole contexts as fit, at most one per sequence; what sequences do not use of it holds
-    checkpoints. Raises UsageError for a context that cannot
-    fit.
+
+def plan_pools(settings: Settings, spec: ModelSpec, free_bytes: int) -> PoolPlan:
+    """Size the pools. free_bytes: memory that is left beside the weights.
+
+    `auto` context is the model's maximum, or what fits once everything else and the margin have
+    their part. `auto` KV holds as many whole contexts as fit, at most one per sequence and on the
+    machine's memory in half of what is there; what sequences do not use of it holds checkpoints.
+    What was asked for may take the margin too. UsageError for what cannot fit, with the setting
+    to lower.
     """
-    block = settings.block_tokens
-    token_bytes = kv_token_bytes(spec, kv_format(settings))
+    free_bytes = max(free_bytes, 0)
+    block, kv = settings.block_tokens, kv_format(settings)
+    block_size = kv_token_bytes(spec, kv) * block
     slots = sequences(settings, spec, free_bytes)
+    cached = cache_slabs(settings, spec, free_bytes)
+    if settings.prefix_cache_slabs == AUTO:
+        spare = max(cached - _CACHE_SLABS_MIN, 0)  # checkpoints give way to a context
+    else:
+        spare = 0
+    margin = margin_bytes(settings, free_bytes)
     notes: list[str] = []
-    half = max(free_bytes, 0) // 2 // token_bytes // block * block
+
+    def blocks_beside(cached: int, margin: int) -> int:
+        """KV blocks for which there is room; what they take elsewhere is counted for one slot."""
+        room = free_bytes - margin - _fixed_bytes(settings, spec, slots, cached)
+        return max(room, 0) // (block_size + 8 * slots)
+
+    most = blocks_beside(cached - spare, 0)
+    if not most:
+        raise UsageError(_too_little(settings, spec, slots, cached - spare, free_bytes))
     context = settings.context
     if context == AUTO:
         context = spec.max_positions
-        if settings.kv_tokens == AUTO and context > half:
-            if half < block:
-                raise UsageError("there is not enough free memory for the KV pool of this model.")
-            context = half
+        fitting = blocks_beside(cached - spare, margin)
+        if settings.kv_tokens == AUTO and math.ceil(context / block) > fitting:
+            context = max(fitting, 1) * block
             notes.append(
                 f"the context is {context} tokens, not the model's {spec.max_positions}: more does "
-                "not fit into half of the free memory"
+                f"not fit beside a margin of {size(margin)}"
             )
     elif context > spec.max_positions:
         notes.append(f"the context is longer than the {spec.max_positions} tokens the model knows")
-    blocks_per_context = math.ceil(context / block)
+    per_context = math.ceil(context / block)
     if settings.kv_tokens != AUTO:
         blocks = math.ceil(settings.kv_tokens / block)
-        if blocks < blocks_per_context:
+        if blocks < per_context:
             notes.append(f"--kv-tokens limits a request to {blocks * block} tokens")
-    else:
-        needed = blocks_per_context * block * token_bytes
-        if needed > max(free_bytes, 0):
+        if blocks > most:
             raise UsageError(
-                f"a context of {context} tokens needs {size(needed)} for KV in "
-                f"{kv_format(settings)}, but {size(max(free_bytes, 0))} are free: "
-                f"{_what_fits(settings, spec, blocks_per_context * block, free_bytes)}."
+                f"--kv-tokens {settings.kv_tokens} needs {size(blocks * block_size)} in {kv}, but "
+                f"{size(most * block_size)} are free for it: "
+                f"{_what_fits(settings, spec, blocks * block, most, '--kv-tokens')}."
             )
-        contexts = max(1, min(slots, half // (blocks_per_context * block)))
-        blocks = contexts * blocks_per_context
+    else:
+        if per_context > most:
+            raise UsageError(
+                f"a context of {context} tokens needs {size(per_context * block_size)} for KV in "
+                f"{kv}, but {size(most * block_size)} are free for it: "
+                f"{_what_fits(settings, spec, per_context * block, most, '--context')}."
+            )
+        beside = blocks_beside(cached, margin)
+        room = beside if settings.device == "cuda" else beside // 2
+        blocks = max(1, min(slots, room // per_context)) * per_context
+    while spare and blocks > blocks_beside(cached, margin):
+        cached -= 1
+        spare -= 1
     sizes = PoolSizes(
         slots=slots,
-        slabs=slots + cache_slabs(settings, spec, free_bytes),
+        slabs=slots + cached,
         blocks=blocks,
         block_tokens=block,
-        blocks_per_slot=min(blocks, blocks_per_context),
+        blocks_per_slot=min(blocks, per_context),
         # Decode rows ride beside a full prompt chunk.
         wave_columns=columns(settings) + slots,
         ring_depth=2 if settings.submit_ahead else 1,
     )
-    return PoolPlan(sizes, min(context, blocks * block), tuple(notes))
+    return PoolPlan(sizes, min(context, blocks * block), margin, tuple(notes))
 
 
-def _what_fits(settings: Settings, spec: ModelSpec, tokens: int, free_bytes: int) -> str:
-    """Advice: formats of the device that hold so many tokens, and the context that this one
-    holds."""
+def workspace_bytes(settings: Settings, spec: ModelSpec, slots: int) -> int:
+    """Activations of the widest wave, and what the backend holds beside them."""
+    wide = columns(settings) + slots
+    if settings.device == "cuda":
+        blocks = math.ceil(spec.max_positions / settings.block_tokens)
+        kv = kv_format(settings)
+        activations = device_workspace_bytes(spec, kv, slots, wide, settings.block_tokens, blocks)
+        return RUNTIME_BYTES + activations
+    threads = settings.threads or _cores()
+    return cpu_workspace_bytes(spec, slots, wide, threads, settings.activations != "float")
+
+
+def _cores() -> int:
+    """Threads that the engine takes by itself."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _fixed_bytes(settings: Settings, spec: ModelSpec, slots: int, cached: int) -> int:
+    """What everything but KV takes."""
+    slabs = (slots + cached) * slab_bytes(spec)
+    return slabs + slots * slot_bytes(spec, 0) + workspace_bytes(settings, spec, slots)
+
+
+def _too_little(
+    settings: Settings, spec: ModelSpec, slots: int, cached: int, free_bytes: int
+) -> str:
+    """Why there is no room for any KV, and what takes it."""
+    return (
+        f"there is not enough memory: {size(free_bytes)} are free beside the weights, and "
+        f"{slots} sequences take {size(slots * slab_bytes(spec))} (--max-seqs), {cached} "
+        f"checkpoints {size(cached * slab_bytes(spec))} (--prefix-cache-slabs), the widest wave "
+        f"{size(workspace_bytes(settings, spec, slots))} (--wave-columns)."
+    )
+
+
+def _what_fits(settings: Settings, spec: ModelSpec, tokens: int, blocks: int, flag: str) -> str:
+    """Advice where `blocks` blocks are free: formats of the device that hold so many tokens there,
+    and what this one holds."""
     kv, block = kv_format(settings), settings.block_tokens
+    free = blocks * block * kv_token_bytes(spec, kv)
     device = "cuda" if settings.device == "cuda" else "cpu"
     formats = [
         other
         for other in KV_OF[device]
-        if kv_problem(spec, other) is None and tokens * kv_token_bytes(spec, other) <= free_bytes
+        if kv_problem(spec, other) is None and tokens * kv_token_bytes(spec, other) <= free
     ]
-    most = max(free_bytes, 0) // kv_token_bytes(spec, kv) // block * block
     advice = [f"--kv {' or '.join(formats)} would hold it"] if formats else []
-    if most:
-        advice.append(f"a smaller --context, at most {most}, would fit")
-    return "; ".join(advice) or "no format and no context fits; free some memory"
+    advice.append(f"a smaller {flag}, at most {blocks * block}, would fit")
+    return "; ".join(advice)
 
 
 def free_memory_bytes() -> int:

@@ -14,21 +14,33 @@
 namespace ksl {
 
 void *own_device(Backend *b, size_t bytes) {
-  b->alloc->count++;
-  if (b->alloc->count == b->alloc->fail_at || b->n_owned == b->owned_capacity) return nullptr;
-  void *memory = nullptr;
   const size_t size = bytes ? (bytes + 255) / 256 * 256 : 256;
-  if (cudaMalloc(&memory, size) != cudaSuccess) {
-    cudaGetLastError();  // not a fault of the device
-    return nullptr;
+  const uint64_t at = b->device_bytes;
+  if (b->measuring) {
+    b->device_bytes += size;
+    return b;
   }
-  b->owned[b->n_owned++] = memory;
+  void *memory = nullptr;
+  if (b->arena) {
+    memory = b->arena + at;
+  } else {
+    b->alloc->count++;
+    if (b->alloc->count == b->alloc->fail_at || b->n_owned == b->owned_capacity) return nullptr;
+    if (cudaMalloc(&memory, size) != cudaSuccess) {
+      cudaGetLastError();  // not a fault of the device
+      return nullptr;
+    }
+    b->owned[b->n_owned++] = memory;
+  }
   b->device_bytes += size;
   keep_error(&b->device, cudaMemsetAsync(memory, 0, size, b->device.stream), "clearing memory");
   return memory;
 }
 
 namespace {
+
+// What the driver takes beside our memory: code of kernels, graphs.
+constexpr uint64_t kRuntimeBytes = 256 << 20;
 
 int padded(int64_t floats) {
   return static_cast<int>((floats + 15) / 16 * 16);
@@ -162,9 +174,57 @@ Split make_split(Backend *b, int columns, int width, float scale) {
                  b->config->activations == KSL_ACT_AUTO};
   const size_t groups = divide_up(columns, kTileTokens);
   // A panel of the same tokens, one of e4m3 behind it, and what a kernel reads behind the last.
-  split.data = own_many<__half>(b, 2 * groups * split.pieces * kPiece * kTileTokens +
-                                       kPanelSlack * kPiece);
+  split.data =
+      own_many<__half>(b, 2 * groups * split.pieces * kPiece * kTileTokens + kPanelSlack * kPiece);
   return split;
+}
+
+// Mixers, MLP and the MTP join never live at the same time: one region holds each in turn.
+float *make_region(Backend *b, int64_t columns) {
+  struct Part {
+    float **buffer;
+    int stride;
+  };
+  float *unused = nullptr;
+  float **const stored_q = b->config->kv_format == KSL_KV_Q4 ? &b->stored_q : &unused;
+  const Part parts[4][11] = {
+      {{&b->qkv, b->conv_stride},
+       {&b->conv, b->conv_stride},
+       {&b->conv_silu, b->conv_stride},
+       {&b->z, b->value_stride},
+       {&b->core, b->value_stride},
+       {&b->gated, b->value_stride},
+       {&b->gate_a, b->head_stride},
+       {&b->gate_b, b->head_stride},
+       {&b->g, b->head_stride},
+       {&b->decay, b->head_stride},
+       {&b->beta, b->head_stride}},
+      {{&b->query_gate, b->query_gate_stride},
+       {&b->k, b->kv_stride},
+       {&b->v, b->kv_stride},
+       {&b->q, b->query_stride},
+       {&b->pregate, b->query_stride},
+       {&b->attn_gated, b->query_stride},
+       {stored_q, stored_q == &unused ? 0 : b->query_stride}},
+      {{&b->mlp_gate, b->mlp_stride}, {&b->mlp_up, b->mlp_stride}, {&b->mlp_act, b->mlp_stride}},
+      {{&b->mtp_in, b->spec->mtp_layers ? b->mtp_stride : 0}}};
+  int64_t most = 0;
+  for (const auto &list : parts) {
+    int64_t floats = 0;
+    for (const Part &part : list) floats += (columns * part.stride + 63) / 64 * 64;
+    if (floats > most) most = floats;
+  }
+  float *region = own_many<float>(b, most);
+  if (!region || b->measuring) return region;
+  for (const auto &list : parts) {
+    float *at = region;
+    for (const Part &part : list) {
+      if (part.buffer) *part.buffer = at;
+      at += (columns * part.stride + 63) / 64 * 64;
+    }
+  }
+  if (stored_q == &unused) b->stored_q = b->q;
+  return region;
 }
 
 int make_scratch(Backend *b, ksl_error *error) {
@@ -186,27 +246,12 @@ int make_scratch(Backend *b, ksl_error *error) {
   b->vocab_stride = padded(s->vocab);
   float **const hidden[] = {&b->x, &b->normed, &b->mixed, &b->final, &b->chain};
   for (float **buffer : hidden) *buffer = own_many<float>(b, most * b->hidden_stride);
-  b->partial_stride = most * b->hidden_stride;
-  b->partials = own_many<float>(b, b->most_slices * b->partial_stride);
-  b->qkv = own_many<float>(b, most * b->conv_stride);
-  b->conv = own_many<float>(b, most * b->conv_stride);
-  b->conv_silu = own_many<float>(b, most * b->conv_stride);
-  b->z = own_many<float>(b, most * b->value_stride);
-  b->core = own_many<float>(b, most * b->value_stride);
-  b->gated = own_many<float>(b, most * b->value_stride);
-  float **const heads[] = {&b->gate_a, &b->gate_b, &b->g, &b->decay, &b->beta};
-  for (float **buffer : heads) *buffer = own_many<float>(b, most * b->head_stride);
-  b->query_gate = own_many<float>(b, most * b->query_gate_stride);
-  b->k = own_many<float>(b, most * b->kv_stride);
-  b->v = own_many<float>(b, most * b->kv_stride);
-  b->q = own_many<float>(b, most * b->query_stride);
-  b->stored_q = config->kv_format == KSL_KV_Q4 ? own_many<float>(b, most * b->query_stride) : b->q;
-  b->pregate = own_many<float>(b, most * b->query_stride);
-  b->attn_gated = own_many<float>(b, most * b->query_stride);
-  b->mlp_gate = own_many<float>(b, most * b->mlp_stride);
-  b->mlp_up = own_many<float>(b, most * b->mlp_stride);
-  b->mlp_act = own_many<float>(b, most * b->mlp_stride);
-  b->mtp_in = own_many<float>(b, s->mtp_layers ? most * b->mtp_stride : 1);
+  // Products of many tokens are whole where the kernels for them run.
+  const int64_t sliced = b->major == 9 && most > kWideTokens ? kWideTokens : most;
+  b->partial_stride = sliced * b->hidden_stride;
+  const int64_t rows = b->most_slices * sliced;
+  b->partials = own_many<float>(b, (rows > most ? rows : most) * b->hidden_stride);
+  float *region = make_region(b, most);
   b->head_in = own_many<float>(b, static_cast<size_t>(kHeadBatch) * b->hidden_stride);
   b->logits = own_many<float>(b, static_cast<size_t>(kHeadBatch) * b->vocab_stride);
   b->adjusted = own_many<float>(b, static_cast<size_t>(kHeadBatch) * b->vocab_stride);
@@ -258,28 +303,7 @@ int make_scratch(Backend *b, ksl_error *error) {
                               b->final,
                               b->chain,
                               b->partials,
-                              b->qkv,
-                              b->conv,
-                              b->conv_silu,
-                              b->z,
-                              b->core,
-                              b->gated,
-                              b->gate_a,
-                              b->gate_b,
-                              b->g,
-                              b->decay,
-                              b->beta,
-                              b->query_gate,
-                              b->k,
-                              b->v,
-                              b->q,
-                              b->stored_q,
-                              b->pregate,
-                              b->attn_gated,
-                              b->mlp_gate,
-                              b->mlp_up,
-                              b->mlp_act,
-                              b->mtp_in,
+                              region,
                               b->head_in,
                               b->logits,
                               b->adjusted,
@@ -349,6 +373,70 @@ int make_long_rows(Backend *b, ksl_error *error) {
   return KSL_OK;
 }
 
+int make_frequencies(Backend *b, ksl_error *error) {
+  const ModelSpec *spec = b->spec;
+  const int half = spec->kv_layers ? spec->rotary_dims / 2 : 0;
+  b->frequency = own_many<double>(b, half);
+  if (b->measuring) return KSL_OK;
+  double *frequency = alloc_many<double>(b->alloc, half);
+  if (!frequency || !b->frequency) {
+    alloc_free(frequency);
+    return no_memory(b, error, "the engine");
+  }
+  for (int j = 0; j < half; j++) frequency[j] = pow(spec->rope_theta, -2.0 * j / spec->rotary_dims);
+  // On the stream, behind the clearing of that memory.
+  upload(b, b->frequency, frequency, half * sizeof(double));
+  synchronize(b, "copying frequencies");
+  alloc_free(frequency);
+  return KSL_OK;
+}
+
+int make_all(Backend *b, const TensorTable *tensors, uint64_t *staging, ksl_error *error) {
+  int code = make_frequencies(b, error);
+  if (!code) code = load_weights(b, tensors, staging, error);
+  if (!code) code = make_pools(b, error);
+  if (!code) code = make_scratch(b, error);
+  if (!code) code = make_long_rows(b, error);
+  return code;
+}
+
+void free_host(Backend *b) {
+  for (int i = 0; b->slots && i < b->config->slots; i++) alloc_free(b->slots[i].forced);
+  void *const host[] = {b->slots,  b->rows,        b->row_info,    b->tiles,
+                        b->chunks, b->runs,        b->batches,     b->columns,
+                        b->jobs,   b->job_columns, b->sample_jobs, b->logprob_jobs,
+                        b->ids,    b->entries,     b->layers,      b->owned};
+  for (void *memory : host) alloc_free(memory);
+}
+
+// Counts what everything takes, and takes it in one piece: before a weight is read it is known
+// whether it fits, and nothing is lost between allocations. With test hooks every buffer is an
+// allocation of its own, whose bounds tools can see and whose failure a test can ask for.
+int reserve_all(Backend *b, const TensorTable *tensors, ksl_error *error) {
+  Backend trial = *b;
+  trial.measuring = true;
+  uint64_t staging = 0;
+  const int code = make_all(&trial, tensors, &staging, error);
+  free_host(&trial);
+  if (code) return code;
+  size_t free_bytes = 0, total = 0;
+  cudaMemGetInfo(&free_bytes, &total);
+  const uint64_t needed = trial.device_bytes + staging + kRuntimeBytes;
+  constexpr double kGiB = 1073741824.0;
+  if (needed > free_bytes)
+    return fail(error, KSL_NOMEM,
+                "The device has %.2f GiB free of %.2f, and %.2f are needed: weights %.2f, KV, "
+                "slabs and slots %.2f, activations of the widest wave %.2f, loading %.2f. Fewer "
+                "blocks, slabs, slots or wave columns need less.",
+                free_bytes / kGiB, total / kGiB, needed / kGiB, trial.weight_bytes / kGiB,
+                trial.pool_bytes / kGiB, trial.scratch_bytes / kGiB,
+                (staging + kRuntimeBytes) / kGiB);
+  if (b->config->test_hooks) return KSL_OK;
+  if (cudaMalloc(&b->arena, trial.device_bytes) == cudaSuccess) return KSL_OK;
+  cudaGetLastError();
+  return no_memory(b, error, "weights, pools and activations");
+}
+
 int fill_backend(Backend *b, const TensorTable *tensors, ksl_error *error) {
   const ModelSpec *spec = b->spec;
   for (int list = 0; list < kListCount; list++) {
@@ -360,25 +448,13 @@ int fill_backend(Backend *b, const TensorTable *tensors, ksl_error *error) {
   if (!code) code = check_kv(b->config, error);
   if (!code) code = open_device(b, error);
   if (code) return code;
+  code = reserve_all(b, tensors, error);
+  if (code) return code;
   b->owned_capacity = 64 * (spec->layers + spec->mtp_layers) + 256;
   b->owned = alloc_many<void *>(b->alloc, b->owned_capacity);
   if (!b->owned) return no_memory(b, error, "the engine");
-  const int half = spec->kv_layers ? spec->rotary_dims / 2 : 0;
-  double *frequency = alloc_many<double>(b->alloc, half);
-  b->frequency = own_many<double>(b, half);
-  if (!frequency || !b->frequency) {
-    alloc_free(frequency);
-    return no_memory(b, error, "the engine");
-  }
-  for (int j = 0; j < half; j++) frequency[j] = pow(spec->rope_theta, -2.0 * j / spec->rotary_dims);
-  // On the stream, behind the clearing of that memory.
-  upload(b, b->frequency, frequency, half * sizeof(double));
-  synchronize(b, "copying frequencies");
-  alloc_free(frequency);
-  code = load_weights(b, tensors, error);
-  if (!code) code = make_pools(b, error);
-  if (!code) code = make_scratch(b, error);
-  if (!code) code = make_long_rows(b, error);
+  uint64_t staging = 0;
+  code = make_all(b, tensors, &staging, error);
   if (code) return code;
   keep_error(&b->device, cudaStreamSynchronize(b->device.stream), "opening");
   if (b->device.error != cudaSuccess)
@@ -396,17 +472,13 @@ void cuda_close(Backend *b) {
     for (int i = 0; i < b->n_graphs; i++)
       if (b->graphs[i].run) cudaGraphExecDestroy(b->graphs[i].run);
     for (int i = b->n_owned; i-- > 0;) cudaFree(b->owned[i]);
+    cudaFree(b->arena);
     cudaFree(b->d_entries);
     cudaFree(b->d_marks);
     cudaStreamDestroy(b->device.stream);
   }
-  for (int i = 0; b->slots && i < b->config->slots; i++) alloc_free(b->slots[i].forced);
-  void *const host[] = {b->slots,  b->rows,        b->row_info,    b->tiles,
-                        b->chunks, b->runs,        b->batches,     b->columns,
-                        b->jobs,   b->job_columns, b->sample_jobs, b->logprob_jobs,
-                        b->ids,    b->entries,     b->layers,      b->owned,
-                        b};
-  for (void *memory : host) alloc_free(memory);
+  free_host(b);
+  alloc_free(b);
 }
 
 int cuda_open(const ModelSpec *spec, const ksl_config *config, const TensorTable *tensors,

@@ -82,8 +82,10 @@ struct Backend {
   int processors;  // of the device
   void **owned;    // device memory
   int n_owned, owned_capacity;
-  uint64_t device_bytes;
-  int major;  // compute capability
+  uint64_t device_bytes;  // given out by own_device
+  uint8_t *arena;         // what own_device gives out parts of; null: it allocates each
+  bool measuring;         // own_device only counts
+  int major;              // compute capability
   char name[16];
 
   LayerWeights *layers;
@@ -190,7 +192,8 @@ enum ColumnArray {
   kColumnArrays
 };
 
-// Zeroed device memory that close frees; null when memory is out.
+// Zeroed device memory that close frees; null when memory is out. While measuring, no memory: a
+// pointer that is not null.
 void *own_device(Backend *b, size_t bytes);
 template <typename T>
 inline T *own_many(Backend *b, size_t count) {
@@ -198,7 +201,9 @@ inline T *own_many(Backend *b, size_t count) {
 }
 
 // ---- weights.cu
-int load_weights(Backend *b, const TensorTable *tensors, ksl_error *error);
+// While measuring, no values are read or written. staging: the most device memory that is taken for
+// a while.
+int load_weights(Backend *b, const TensorTable *tensors, uint64_t *staging, ksl_error *error);
 
 // ---- dispatch.cu
 const StageTable *stage_table(StageList list);

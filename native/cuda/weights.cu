@@ -51,7 +51,7 @@ const ksl_tensor *find(Loader *in, const char *name, int64_t rows, int64_t cols)
 // they stay until the next call, and lets *tensor be `copy`, which has them.
 int hold_values(Loader *in, const ksl_tensor **tensor, ksl_tensor *copy) {
   const ksl_tensor *t = *tensor;
-  if (!t->read) return KSL_OK;
+  if (!t->read || in->b->measuring) return KSL_OK;
   // What was held before may still be on its way.
   if (!keep_error(&in->b->device, cudaStreamSynchronize(in->b->device.stream), "copying weights"))
     return device_failed(in, t->name);
@@ -94,6 +94,7 @@ void copy_in(Loader *in, void *to, const void *from, uint64_t bytes) {
 
 // Rows [row0, row0 + rows) of a tensor into the buffers of `raw`. row0: a multiple of 128.
 void read_rows(Loader *in, const ksl_tensor *t, int64_t row0, int rows, const Raw &raw) {
+  if (in->b->measuring) return;
   uint8_t *codes = static_cast<uint8_t *>(const_cast<void *>(raw.codes));
   void *scales = const_cast<void *>(raw.scales);
   float *globals = const_cast<float *>(raw.globals);
@@ -169,6 +170,7 @@ int packed_unit(const ksl_tensor *t) {
 }
 
 int pack_tensor(Loader *in, const ksl_tensor *t, Packed *to, int first, int mode) {
+  if (in->b->measuring) return KSL_OK;
   ksl_tensor copy;
   const int code = hold_values(in, &t, &copy);
   if (code) return code;
@@ -299,7 +301,7 @@ int load_values(Loader *in, const char *name, int64_t rows, int64_t cols, float 
       t->encoding, static_cast<int>(rows), static_cast<int>(cols), in->codes, in->scales,
       in->globals};
   read_rows(in, t, 0, static_cast<int>(rows), raw);
-  decode_values(&b->device, raw, offset, values);
+  if (!b->measuring) decode_values(&b->device, raw, offset, values);
   b->weight_bytes += rows * cols * sizeof(float);
   *out = values;
   return b->device.error == cudaSuccess ? KSL_OK : device_failed(in, t->name);
@@ -324,6 +326,7 @@ int load_linear(Loader *in, LinearWeights *w) {
   if (code) return code;
   w->taps = own_many<float>(b, static_cast<size_t>(kTaps) * channels);
   if (!w->taps) return out_of_memory(in, "linear_attn.conv1d.weight");
+  if (b->measuring) return KSL_OK;
   negative_exp(&b->device, w->decay_rate, heads);
   transpose_taps(&b->device, taps, w->taps, channels, kTaps);
   return KSL_OK;
@@ -432,6 +435,7 @@ int make_staging(Loader *in) {
   in->codes_bytes = codes;
   in->scales_bytes = scales;
   in->globals_bytes = globals;
+  if (in->b->measuring) return KSL_OK;
   return cudaMalloc(&in->codes, codes) == cudaSuccess &&
                  cudaMalloc(&in->scales, scales) == cudaSuccess &&
                  cudaMalloc(&in->globals, globals) == cudaSuccess &&
@@ -456,6 +460,7 @@ int load_all(Loader *in) {
   }
   in->prefix[0] = 0;
   if (!code && spec->mtp_layers) code = load_mtp(in);
+  if (b->measuring) return code;
   // The staging and the caller's data are in use until here.
   if (!keep_error(&b->device, cudaStreamSynchronize(b->device.stream), "loading weights") && !code)
     code = device_failed(in, "the weights");
@@ -464,7 +469,7 @@ int load_all(Loader *in) {
 
 }  // namespace
 
-int load_weights(Backend *b, const TensorTable *tensors, ksl_error *error) {
+int load_weights(Backend *b, const TensorTable *tensors, uint64_t *staging, ksl_error *error) {
   Loader in = {};
   in.b = b;
   in.tensors = tensors;
@@ -477,6 +482,7 @@ int load_weights(Backend *b, const TensorTable *tensors, ksl_error *error) {
   cudaFree(in.globals);
   cudaFree(in.most);
   for (void *held : in.held) free(held);
+  *staging = in.codes_bytes + in.scales_bytes + 2 * in.globals_bytes;
   return code;
 }
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from kslserve.engine.types import OpKind, StateOp
 from tests.native.driver import Driver
 from tests.tiny import tiny_arrays, tiny_spec, tiny_tensors
 
+ROOT = Path(__file__).resolve().parents[2]
 BLOCKS, SLABS = 16, 300  # about 50 and 20 MB
 KEPT_BLOCK, KEPT_SLAB = 3, 7
 IDS = np.random.default_rng(3).integers(0, 199, 60, dtype=np.int32)
@@ -74,3 +78,17 @@ def test_dropped_memory_computes_the_same_again(roomy: Driver) -> None:
     first = answer()
     drop_all_but_one(roomy)
     assert answer() == first
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peaks are told by /proc")
+def test_the_peak_is_what_was_planned() -> None:
+    """The server's sizes of a context, computed to its end, with every slab and block in use; in a
+    process of its own, whose peak can be reset."""
+    command = [sys.executable, "-m", "bench.memory", "--one", "ksl-nano", "--context", "8192"]
+    done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, timeout=120)
+    found = json.loads(done.stdout)
+    planned = sum(found["parts"].values())
+    assert planned == pytest.approx(found["told"], rel=0.02)
+    assert found["peak"] == pytest.approx(planned, rel=0.1)
+    fixed = found["parts"]["weights"] + found["parts"]["activations"]
+    assert found["idle"] < 1.5 * fixed, "pools went back"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kslserve.cli import run
-from kslserve.engine.codecs import encoding_sizes
+from kslserve.engine.codecs import encoded_bytes
 from kslserve.ksl.convert import convert
 from kslserve.ksl.open import open_model
 from tests.unit.ksl import ksl1_reference as one
@@ -262,17 +262,17 @@ def test_any_model_has_a_plan(
     elif kind != "ksl-nano":
         path = put(tmp_path, production if kind == "ksl1" else container)
     with open_model(path) as model:
-        weights = sum(sum(encoding_sizes(t.encoding, t.rows, t.cols)) for t in model.tensors)
+        weights = encoded_bytes(model.tensors)
     words = [path, "--plan", "--kv", "bf16", "--max-seqs", "3", "--checkpoints", "0"]
-    status, found = inspect(capsys, *words, "--vram", "256MiB", "--context", "100")
+    status, found = inspect(capsys, *words, "--vram", "1GiB", "--context", "100")
     assert status == 0
     plan = found["plan"]
     assert plan["weights"] == weights
     assert plan["fits"] is True
-    assert plan["headroom"] == (256 << 20) - plan["total"] > 0
+    assert plan["headroom"] == (1 << 30) - plan["total"] > 0
     largest = plan["largest_context"]
     for more, fits in ((0, True), (1, False)):
-        _, found = inspect(capsys, *words, "--vram", "256MiB", "--context", str(largest + more))
+        _, found = inspect(capsys, *words, "--vram", "1GiB", "--context", str(largest + more))
         assert found["plan"]["fits"] is fits
 
 

@@ -1,0 +1,64 @@
+"""Device memory: what is planned is what is taken, and what does not fit is refused first."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from kslserve.engine.budget import slot_bytes
+from kslserve.engine.codecs import encoded_bytes
+from kslserve.engine.cuda import CudaLibrary
+from kslserve.engine.device_budget import RUNTIME_BYTES, device_workspace_bytes
+from kslserve.engine.model import PoolSizes
+from kslserve.engine.native import NativeEngine
+from kslserve.engine.types import Row, RowKind
+from kslserve.errors import EngineError
+from kslserve.ksl.open import open_model
+from kslserve.selftest.waves import Waves
+
+SIZES = PoolSizes(
+    slots=4, slabs=12, blocks=512, block_tokens=128, blocks_per_slot=128, wave_columns=1028
+)
+PAGE = 8 << 20  # to which the driver may round
+
+
+@pytest.mark.parametrize("weights", ["nvfp4", "fp6", "bf16"])
+async def test_what_is_taken_was_planned(cuda: CudaLibrary, weights: str) -> None:
+    free = cuda.free_bytes()
+    with open_model("synth:0.8b", weights=weights) as model:
+        spec, planned = model.spec, encoded_bytes(model.tensors)
+        engine = NativeEngine.open(spec, model.tensors, SIZES, kv_format="q4", library=cuda)
+    with Waves(engine) as waves:
+        taken = free - cuda.free_bytes()
+        info = engine.info
+        told = info.weight_bytes + info.pool_bytes + info.scratch_bytes
+        assert abs(taken - told) < 0.01 * told + PAGE
+        scratch = device_workspace_bytes(spec, "q4", 4, 1028, 128, 128)
+        assert info.scratch_bytes == pytest.approx(scratch, rel=0.03)
+        assert info.weight_bytes == pytest.approx(planned, rel=0.03)
+        pools = SIZES.slabs * info.slab_bytes + SIZES.blocks * info.block_bytes
+        pools += SIZES.slots * slot_bytes(spec, SIZES.blocks_per_slot)
+        assert info.pool_bytes == pytest.approx(pools, rel=0.01)
+        # Prompts, decode and its graphs stay inside what is set apart for the driver.
+        await waves.begin(range(4))
+        ids = np.arange(1000, dtype=np.int32) + 5
+        await waves.run(rows=[Row(RowKind.LAST, 0, 0, 0, 1000, ids)])
+        for slots in (1, 2, 3, 4):
+            for step in range(4):
+                rows = [Row(RowKind.LAST, s, s, 2000 + step, 1, [7]) for s in range(slots)]
+                await waves.run(rows=rows)
+        assert free - cuda.free_bytes() < taken + RUNTIME_BYTES
+    assert free - cuda.free_bytes() < RUNTIME_BYTES, "all of it is given back"
+
+
+def test_what_does_not_fit_is_refused_before_it_is_taken(cuda: CudaLibrary) -> None:
+    free = cuda.free_bytes()
+    sizes = dataclasses.replace(SIZES, blocks=1 << 22)
+    with (
+        open_model("synth:0.8b", weights="nvfp4") as model,
+        pytest.raises(EngineError, match=r"GiB free of .* are needed: weights .* Fewer blocks"),
+    ):
+        NativeEngine.open(model.spec, model.tensors, sizes, kv_format="q4", library=cuda)
+    assert free - cuda.free_bytes() < PAGE
