@@ -11,7 +11,7 @@
 
 namespace ksl {
 
-enum { kTileKeys = 64, kMaxHeadDim = 256, kMaxGroup = 16, kMaxQueries = 64 };
+enum { kTileKeys = 64, kMaxHeadDim = 256, kMaxGroup = 16, kMaxQueries = 192 };
 
 // Consecutive keys of one KV head that lie at constant distances: pointers to the rows of the first
 // in each plane, bytes to those of the next.
@@ -24,8 +24,8 @@ struct KvRun {
 struct AttnKernels {
   const char *name;
 
-  // out [head_dim floats of room] := what `tile` reads for the query q, scaled. q is rotated where
-  // the format's keys are.
+  // out [head_dim floats of room] := what `tile` reads for the query q, scaled: products with keys
+  // are exponents of 2. q is rotated where the format's keys are.
   void (*query)(int format, const float *q, int head_dim, float scale, void *out);
 
   // Adds one tile to running results of columns * group query heads (at most kMaxQueries), those of

@@ -142,7 +142,7 @@ KSL_INLINE void values(const float *p, const void *const *v_rows, int n_keys, in
     }
 }
 
-// In place: scores of one head become exp(score - maximum); their maximum and sum.
+// In place: scores of one head become 2^(score - maximum); their maximum and sum.
 KSL_INLINE void soften(float *s, float *m, float *l) {
   V high = v_load(s);
   for (int i = 16; i < kTileKeys; i += 16) high = v_max(high, v_load(s + i));
@@ -150,7 +150,7 @@ KSL_INLINE void soften(float *s, float *m, float *l) {
   const V shift = v_set1(*m);
   V sum = v_zero();
   for (int i = 0; i < kTileKeys; i += 16) {
-    const V p = v_exp(v_sub(v_load(s + i), shift));
+    const V p = v_exp2(v_sub(v_load(s + i), shift));
     v_store(s + i, p);
     sum = v_add(sum, p);
   }
@@ -168,7 +168,7 @@ static void attn_combine(float *ma, float *la, float *acca, float mb, float lb, 
     return;
   }
   const float m = *ma > mb ? *ma : mb;
-  const V ca = v_exp(v_set1(*ma - m)), cb = v_exp(v_set1(mb - m));
+  const V ca = v_exp2(v_set1(*ma - m)), cb = v_exp2(v_set1(mb - m));
   *ma = m;
   *la = v_lane0(v_fma(v_set1(lb), cb, v_mul(v_set1(*la), ca)));
   each_vector(head_dim, [&](int i, auto load, auto store) {

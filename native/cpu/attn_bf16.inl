@@ -149,16 +149,24 @@ static void kv_words(int format, const uint8_t *codes, const uint8_t *scales, in
 
 // ---- a tile
 
+enum { kTogether = 24 };  // queries whose scores exist at one time
+
+template <int N>
+struct Count {
+  static constexpr int n = N;
+};
+
 struct Tile {
   int n, head_dim;
-  const uint16_t *keys[kTileKeys];       // rows of bf16
-  const uint8_t *values[kTileKeys];      // as stored; null where `pairs` has them
+  const uint16_t *keys[kTileKeys];       // rows of bf16; behind the last, that again
+  const uint8_t *values[kTileKeys];      // as stored; the same
+  const uint32_t *columns;               // see fill_columns; null: not there
   const uint32_t *pairs;                 // [kTileKeys / 2][head_dim]: two keys' values in each
   const float *key_scale, *value_scale;  // [kTileKeys], null: 1
   // What is fetched while this tile is worked on: its values, and the keys and scales of
   // the next tile.
   int value_bytes, next_bytes, n_next;
-  const uint8_t *next[kTileKeys], *next_k_scale[kTileKeys], *next_v_scale[kTileKeys];
+  const KvRun *next;
 };
 
 // Into the second cache: its queue of misses is the longer one.
@@ -166,13 +174,15 @@ KSL_INLINE void fetch(const uint8_t *row, int from, int end, int step) {
   for (int at = from; at < end; at += step) __builtin_prefetch(row + at, 0, 2);
 }
 
-// The sums of 16 vectors, four in each quad of lanes: those of s[h], s[4 + h], s[8 + h], s[12 + h]
-// in quad h. The additions of v_hsum in its order.
+// The sums of 16 vectors: in quad h of lanes those of s[h], s[4 + h], s[8 + h], s[12 + h]. The
+// additions of v_hsum in its order.
 KSL_INLINE __m512 sum_quads(const __m512 *s) {
   __m512 a[8], b[4], c[2];
+#pragma GCC unroll 8
   for (int i = 0; i < 8; i++)
     a[i] = _mm512_add_ps(_mm512_shuffle_f32x4(s[2 * i], s[2 * i + 1], 0x44),
                          _mm512_shuffle_f32x4(s[2 * i], s[2 * i + 1], 0xee));
+#pragma GCC unroll 4
   for (int i = 0; i < 4; i++)
     b[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a[2 * i], a[2 * i + 1], 0x88),
                          _mm512_shuffle_f32x4(a[2 * i], a[2 * i + 1], 0xdd));
@@ -182,39 +192,164 @@ KSL_INLINE __m512 sum_quads(const __m512 *s) {
   return _mm512_add_ps(_mm512_shuffle_ps(c[0], c[1], 0x88), _mm512_shuffle_ps(c[0], c[1], 0xdd));
 }
 
-// Scores of H <= 4 heads of bf16 queries; n_keys of the tile's keys, the rest -inf.
-template <int H>
-KSL_INLINE void scores_bf16(const Tile *t, const uint16_t *q, size_t q_step, int n_keys,
-                            float *score) {
-  const V absent = v_set1(-__builtin_inff());
-  for (int i = 0; i < H * kTileKeys; i += 16) v_store(score + i, absent);
-  for (int j0 = 0; j0 < n_keys; j0 += 4) {
-    const uint16_t *rows[4];
-    for (int j = 0; j < 4; j++) rows[j] = t->keys[j0 + j < n_keys ? j0 + j : n_keys - 1];
-    for (int j = j0; j < j0 + 4 && j < t->n; j++) fetch(t->values[j], 0, t->value_bytes, 64);
-    __m512 sum[4][4];
-    for (int j = 0; j < 4; j++)
-      for (int h = 0; h < 4; h++) sum[j][h] = _mm512_setzero_ps();
+// Scores [R][kTileKeys] of R queries and the first n_keys keys; the rest -inf.
+template <int R>
+static void scores_bf16(const Tile *t, const uint16_t *q, size_t q_step, int n_keys, float *score) {
+  enum { kKeys = 16 / R };
+  for (int j0 = 0; j0 < n_keys; j0 += kKeys) {
+    const uint16_t *rows[kKeys];
+#pragma GCC unroll 16
+    for (int j = 0; j < kKeys; j++) rows[j] = t->keys[j0 + j];
+    for (int j = j0; j < j0 + kKeys; j++) fetch(t->values[j], 0, t->value_bytes, 64);
+    __m512 sum[16];  // in sum[4 j + h]: of head h, or part h of the keys
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) sum[i] = _mm512_setzero_ps();
     for (int i = 0; i < t->head_dim; i += 32) {
-      Words k[4];
-      for (int j = 0; j < 4; j++) k[j] = _mm512_loadu_si512(rows[j] + i);
-      for (int h = 0; h < H; h++) {
-        const Words a = _mm512_loadu_si512(q + h * q_step + i);
-        for (int j = 0; j < 4; j++)
-          sum[j][h] = _mm512_dpbf16_ps(sum[j][h], as_bf16(a), as_bf16(k[j]));
+      Words k[kKeys];
+#pragma GCC unroll 16
+      for (int j = 0; j < kKeys; j++) k[j] = _mm512_loadu_si512(rows[j] + i);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) {
+        const Words a = _mm512_loadu_si512(q + r * q_step + i);
+#pragma GCC unroll 16
+        for (int j = 0; j < kKeys; j++) {
+          __m512 &to = sum[4 * (j % 4) + 4 / R * r + j / 4];
+          to = _mm512_dpbf16_ps(to, as_bf16(a), as_bf16(k[j]));
+        }
       }
     }
-    __m512 quads = sum_quads(sum[0]);
-    if (t->key_scale)
-      quads = _mm512_mul_ps(quads, _mm512_broadcast_f32x4(_mm_loadu_ps(t->key_scale + j0)));
-    const __mmask8 live = (__mmask8)(n_keys - j0 >= 4 ? 15 : (1 << (n_keys - j0)) - 1);
-    _mm_mask_storeu_ps(score + j0, live, _mm512_castps512_ps128(quads));
-    if (H > 1) _mm_mask_storeu_ps(score + kTileKeys + j0, live, _mm512_extractf32x4_ps(quads, 1));
-    if (H > 2)
-      _mm_mask_storeu_ps(score + 2 * kTileKeys + j0, live, _mm512_extractf32x4_ps(quads, 2));
-    if (H > 3)
-      _mm_mask_storeu_ps(score + 3 * kTileKeys + j0, live, _mm512_extractf32x4_ps(quads, 3));
+    const __m512 quads = sum_quads(sum);
+    if (R == 4) {
+      _mm_store_ps(score + j0, _mm512_castps512_ps128(quads));
+      _mm_store_ps(score + kTileKeys + j0, _mm512_extractf32x4_ps(quads, 1));
+      _mm_store_ps(score + 2 * kTileKeys + j0, _mm512_extractf32x4_ps(quads, 2));
+      _mm_store_ps(score + 3 * kTileKeys + j0, _mm512_extractf32x4_ps(quads, 3));
+    } else if (R == 2) {
+      _mm256_store_ps(score + j0, _mm512_castps512_ps256(quads));
+      _mm256_store_ps(score + kTileKeys + j0, high_half(quads));
+    } else {
+      _mm512_store_ps(score + j0, quads);
+    }
   }
+}
+
+// ---- the same for many queries of whole tiles: keys turned into columns, so that a vector holds
+// the scores of 16 of them and nothing has to be added across lanes
+
+// 16 rows of 16 words of 32 bits become the columns.
+KSL_INLINE void turn_words(Words *r) {
+  Words a[16];
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    const Words ab = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    const Words cd = _mm512_unpacklo_epi32(r[i + 2], r[i + 3]);
+    const Words ef = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    const Words gh = _mm512_unpackhi_epi32(r[i + 2], r[i + 3]);
+    a[i] = _mm512_unpacklo_epi64(ab, cd);
+    a[i + 1] = _mm512_unpackhi_epi64(ab, cd);
+    a[i + 2] = _mm512_unpacklo_epi64(ef, gh);
+    a[i + 3] = _mm512_unpackhi_epi64(ef, gh);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    const Words ab = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x44);
+    const Words cd = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x44);
+    const Words ef = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xee);
+    const Words gh = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xee);
+    r[i] = _mm512_shuffle_i32x4(ab, cd, 0x88);
+    r[4 + i] = _mm512_shuffle_i32x4(ab, cd, 0xdd);
+    r[8 + i] = _mm512_shuffle_i32x4(ef, gh, 0x88);
+    r[12 + i] = _mm512_shuffle_i32x4(ef, gh, 0xdd);
+  }
+}
+
+// out [16 lanes][head_dim / 32][kTileKeys]: the two channels that a lane of a row has in each of
+// its vectors.
+static void fill_columns(const Tile *t, uint32_t *out) {
+  const size_t lane = (size_t)t->head_dim / 32 * kTileKeys;
+  for (int j0 = 0; j0 < kTileKeys; j0 += 16)
+    for (int i = 0; i < t->head_dim; i += 32) {
+      Words r[16];
+#pragma GCC unroll 16
+      for (int j = 0; j < 16; j++) r[j] = _mm512_loadu_si512(t->keys[j0 + j] + i);
+      turn_words(r);
+      uint32_t *to = out + (size_t)i / 32 * kTileKeys + j0;
+#pragma GCC unroll 16
+      for (int j = 0; j < 16; j++) _mm512_store_si512(to + j * lane, r[j]);
+    }
+}
+
+// What the lane of 64 rows sums, for two queries. kSteps: head_dim / 32, 0 for any.
+template <int kSteps>
+KSL_INLINE void sum_lane(const uint32_t *k, const uint16_t *a, const uint16_t *b, int head_dim,
+                         __m512 *sum) {
+#pragma GCC unroll 8
+  for (int v = 0; v < 8; v++) sum[v] = _mm512_setzero_ps();
+  const int end = kSteps ? 32 * kSteps : head_dim;
+#pragma GCC unroll 8
+  for (int i = 0; i < end; i += 32, k += kTileKeys) {
+    int32_t x, y;
+    __builtin_memcpy(&x, a + i, 4);
+    __builtin_memcpy(&y, b + i, 4);
+    const Words p = _mm512_set1_epi32(x), q = _mm512_set1_epi32(y);
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; v++) {
+      const Words keys = _mm512_load_si512(k + 16 * v);
+      sum[v] = _mm512_dpbf16_ps(sum[v], as_bf16(p), as_bf16(keys));
+      sum[4 + v] = _mm512_dpbf16_ps(sum[4 + v], as_bf16(q), as_bf16(keys));
+    }
+  }
+}
+
+// Scores of the queries at a and b; the additions of scores_bf16 in its order.
+template <int kSteps>
+static void scores_of_columns(const Tile *t, const uint16_t *a, const uint16_t *b, float *score_a,
+                              float *score_b) {
+  __m512 quarter[4][8];
+  const size_t lane = (size_t)t->head_dim / 32 * kTileKeys;
+  for (int i = 0; i < 4; i++) {
+    const uint32_t *k = t->columns + i * lane;
+    __m512 x[8], y[8], z[8];
+    sum_lane<kSteps>(k, a + 2 * i, b + 2 * i, t->head_dim, x);
+    sum_lane<kSteps>(k + 8 * lane, a + 2 * i + 16, b + 2 * i + 16, t->head_dim, y);
+#pragma GCC unroll 8
+    for (int v = 0; v < 8; v++) x[v] = _mm512_add_ps(x[v], y[v]);
+    sum_lane<kSteps>(k + 4 * lane, a + 2 * i + 8, b + 2 * i + 8, t->head_dim, y);
+    sum_lane<kSteps>(k + 12 * lane, a + 2 * i + 24, b + 2 * i + 24, t->head_dim, z);
+#pragma GCC unroll 8
+    for (int v = 0; v < 8; v++) quarter[i][v] = _mm512_add_ps(x[v], _mm512_add_ps(y[v], z[v]));
+  }
+#pragma GCC unroll 8
+  for (int v = 0; v < 8; v++)
+    _mm512_store_ps((v < 4 ? score_a : score_b) + 16 * (v % 4),
+                    _mm512_add_ps(_mm512_add_ps(quarter[0][v], quarter[1][v]),
+                                  _mm512_add_ps(quarter[2][v], quarter[3][v])));
+}
+
+// Probabilities of a query as pairs of keys, times the scales of values; the maximum of its scores
+// and the sum of its probabilities.
+KSL_INLINE void soften_bf16(const Tile *t, const float *s, int n_keys, uint32_t *p, float *m,
+                            float *l) {
+  V x[4];
+#pragma GCC unroll 4
+  for (int v = 0; v < 4; v++) {
+    const int live = n_keys - 16 * v;
+    const __mmask16 mask = live >= 16 ? (__mmask16)0xffff : live > 0 ? lanes_below(live) : 0;
+    x[v].v = _mm512_mask_loadu_ps(_mm512_set1_ps(-__builtin_inff()), mask, s + 16 * v);
+    if (t->key_scale)
+      x[v].v = _mm512_mask_mul_ps(x[v].v, mask, x[v].v, _mm512_load_ps(t->key_scale + 16 * v));
+  }
+  *m = v_hmax(v_max(v_max(x[0], x[1]), v_max(x[2], x[3])));
+  const V shift = v_set1(*m);
+#pragma GCC unroll 4
+  for (int v = 0; v < 4; v++) x[v] = v_exp2(v_sub(x[v], shift));
+  *l = v_hsum(v_add(v_add(x[0], x[1]), v_add(x[2], x[3])));
+  if (t->value_scale)
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; v++)
+      x[v].v = _mm512_mul_ps(x[v].v, _mm512_load_ps(t->value_scale + 16 * v));
+  _mm512_store_si512(p, words_of(x[0].v, x[1].v));
+  _mm512_store_si512(p + 16, words_of(x[2].v, x[3].v));
 }
 
 // ---- values: 64 channels of the pair of keys 2 j and 2 j + 1, 16 in each vector. Channels behind
@@ -276,77 +411,129 @@ struct FromE4m3 {
   }
 };
 
-// 16 N channels from `at` of acc [H][head_dim]; p: probabilities [H][kTileKeys / 2 pairs].
-template <class Source, int H, int N>
-KSL_INLINE void values_bf16(const Tile *t, const Source &source, const uint32_t *p, int pairs,
-                            int at, float *acc) {
-  const int d = t->head_dim;
-  __m512 sum[H][N];
-  for (int h = 0; h < H; h++)
-    for (int o = 0; o < N; o++) sum[h][o] = _mm512_setzero_ps();
-  for (int j = 0; j < pairs; j++) {
-    for (int i = 2 * j; i < 2 * j + 2 && i < t->n_next; i++) {
-      fetch(t->next[i], at, t->next_bytes, d);
-      if (at == 0) {
-        __builtin_prefetch(t->next_k_scale[i], 0, 2);
-        __builtin_prefetch(t->next_v_scale[i], 0, 2);
-      }
-    }
-    Words v[4];
-    source.load(j, at, v);
-    for (int h = 0; h < H; h++) {
-      const Words two = _mm512_set1_epi32((int)p[h * (kTileKeys / 2) + j]);
-      for (int o = 0; o < N; o++)
-        sum[h][o] = _mm512_dpbf16_ps(sum[h][o], as_bf16(two), as_bf16(v[o]));
-    }
+// One pass over the channels of `at` fetches a part of every row.
+KSL_INLINE void fetch_next(const Tile *t, int pair, int at) {
+  const KvRun *next = t->next;
+  for (int i = 2 * pair; i < 2 * pair + 2 && i < t->n_next; i++) {
+    fetch(next->k + i * next->k_step, at, t->next_bytes, t->head_dim);
+    if (at == 0 && next->k_scale_step)
+      __builtin_prefetch(next->k_scale + i * next->k_scale_step, 0, 2);
+    if (at == 0 && next->v_scale_step)
+      __builtin_prefetch(next->v_scale + i * next->v_scale_step, 0, 2);
   }
-  for (int h = 0; h < H; h++)
-    for (int o = 0; o < N; o++) _mm512_storeu_ps(acc + h * d + at + 16 * o, sum[h][o]);
 }
 
-template <class Source, int H>
-static void attn_heads_bf16(Tile *t, const uint16_t *q, size_t q_step, int n_keys, float *m,
-                            float *l, float *acc) {
-  alignas(64) float score[H * kTileKeys], tile_acc[H * kMaxHeadDim];
-  alignas(64) uint32_t p[H * kTileKeys / 2];
-  float tile_m[H], tile_l[H];
-  scores_bf16<H>(t, q, q_step, n_keys, score);
-  for (int h = 0; h < H; h++) {
-    float *s = score + h * kTileKeys;
-    soften(s, &tile_m[h], &tile_l[h]);
-    for (int i = 0; i < kTileKeys; i += 32) {
-      __m512 low = _mm512_load_ps(s + i), high = _mm512_load_ps(s + i + 16);
-      if (t->value_scale) {
-        low = _mm512_mul_ps(low, _mm512_loadu_ps(t->value_scale + i));
-        high = _mm512_mul_ps(high, _mm512_loadu_ps(t->value_scale + i + 16));
-      }
-      _mm512_store_si512(p + h * (kTileKeys / 2) + i / 2, words_of(low, high));
+// What a tile adds to running results: acc := old acc + fresh sum; a start has no acc.
+struct Weights {
+  alignas(64) float old[kTogether], fresh[kTogether];
+  bool start[kTogether];
+};
+
+// Adds 16 N channels from `at` to acc of R queries from `first`; p: probabilities
+// [.][kTileKeys / 2 pairs].
+template <class Source, int R, int N>
+static void values_bf16(const Tile *t, const Source &source, const uint32_t *p, int pairs, int at,
+                        const Weights *w, int first, float *acc) {
+  const int d = t->head_dim;
+  __m512 sum[R][N];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int o = 0; o < N; o++) sum[r][o] = _mm512_setzero_ps();
+  p += first * (kTileKeys / 2);
+  for (int j = 0; j < pairs; j++) {
+    if (t->n_next) fetch_next(t, j, at);
+    Words v[4];
+    source.load(j, at, v);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const Words two = _mm512_set1_epi32((int)p[r * (kTileKeys / 2) + j]);
+#pragma GCC unroll 4
+      for (int o = 0; o < N; o++)
+        sum[r][o] = _mm512_dpbf16_ps(sum[r][o], as_bf16(two), as_bf16(v[o]));
     }
   }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) {
+    const __m512 old = _mm512_set1_ps(w->old[first + r]),
+                 fresh = _mm512_set1_ps(w->fresh[first + r]);
+    // Added to -0, every sum stays as it is.
+    const __mmask16 has = w->start[first + r] ? (__mmask16)0 : (__mmask16)0xffff;
+#pragma GCC unroll 4
+    for (int o = 0; o < N; o++) {
+      float *to = acc + (size_t)(first + r) * d + at + 16 * o;
+      const __m512 x = _mm512_mask_loadu_ps(_mm512_set1_ps(-0.0f), has, to);
+      _mm512_storeu_ps(to, _mm512_fmadd_ps(sum[r][o], fresh, _mm512_mul_ps(x, old)));
+    }
+  }
+}
+
+// Calls f(constant, first) for runs of 6, 4, 2 and 1 of `n` rows.
+template <class F>
+KSL_INLINE void each_rows(int n, F f) {
+  int r = 0;
+  for (; r + 6 <= n; r += 6) f(Count<6>(), r);
+  if (r + 4 <= n) f(Count<4>(), r), r += 4;
+  if (r + 2 <= n) f(Count<2>(), r), r += 2;
+  if (r < n) f(Count<1>(), r);
+}
+
+// At most kTogether queries that see the same keys.
+template <class Source>
+static void attn_block_bf16(Tile *t, const uint16_t *q, size_t q_step, int queries, int n_keys,
+                            float *m, float *l, float *acc) {
+  alignas(64) float score[kTogether * kTileKeys];
+  alignas(64) uint32_t p[kTogether * kTileKeys / 2];
+  alignas(64) float tile_m[kTogether], tile_l[kTogether];
+  Weights w;
+  int r = 0;
+  if (t->columns && n_keys == kTileKeys) {
+    const auto two = t->head_dim == 256   ? scores_of_columns<8>
+                     : t->head_dim == 128 ? scores_of_columns<4>
+                                          : scores_of_columns<0>;
+    for (; r + 2 <= queries; r += 2)
+      two(t, q + r * q_step, q + (r + 1) * q_step, score + r * kTileKeys,
+          score + (r + 1) * kTileKeys);
+  }
+  for (; r + 4 <= queries; r += 4)
+    scores_bf16<4>(t, q + r * q_step, q_step, n_keys, score + r * kTileKeys);
+  if (r + 2 <= queries) {
+    scores_bf16<2>(t, q + r * q_step, q_step, n_keys, score + r * kTileKeys);
+    r += 2;
+  }
+  if (r < queries) scores_bf16<1>(t, q + r * q_step, q_step, n_keys, score + r * kTileKeys);
+  t->value_bytes = 0;  // once is enough
+  for (int h = 0; h < queries; h++)
+    soften_bf16(t, score + h * kTileKeys, n_keys, p + h * (kTileKeys / 2), &tile_m[h], &tile_l[h]);
+  for (int h = 0; h < queries; h++) w.start[h] = m[h] == -__builtin_inff() && l[h] == 0.0f;
+  each_vector(queries, [&](int h, auto load, auto store) {  // as attn_combine
+    const V before = load(m + h), now = load(tile_m + h), most = v_max(now, before);
+    const V old = v_exp2(v_sub(before, most)), fresh = v_exp2(v_sub(now, most));
+    store(w.old + h, old);
+    store(w.fresh + h, fresh);
+    store(m + h, most);
+    store(l + h, v_fma(load(tile_l + h), fresh, v_mul(load(l + h), old)));
+  });
   const Source source = Source::of(t, n_keys);
   const int pairs = (n_keys + 1) / 2;
-  int at = 0;
-  for (; at + 64 <= t->head_dim; at += 64)
-    values_bf16<Source, H, 4>(t, source, p, pairs, at, tile_acc);
-  if (at < t->head_dim) values_bf16<Source, H, 2>(t, source, p, pairs, at, tile_acc);
-  t->value_bytes = t->n_next = 0;  // once is enough
-  for (int h = 0; h < H; h++)
-    attn_combine(&m[h], &l[h], acc + h * t->head_dim, tile_m[h], tile_l[h],
-                 tile_acc + h * t->head_dim, t->head_dim);
+  each_rows(queries, [&](auto rows, int r) {
+    int at = 0;
+    for (; at + 64 <= t->head_dim; at += 64)
+      values_bf16<Source, rows.n, 4>(t, source, p, pairs, at, &w, r, acc);
+    if (at < t->head_dim) values_bf16<Source, rows.n, 2>(t, source, p, pairs, at, &w, r, acc);
+    t->n_next = 0;
+  });
 }
 
 template <class Source>
 static void attn_spans_bf16(Tile *t, const uint16_t *q, size_t q_step, int group, int columns,
                             const int *n_keys, float *m, float *l, float *acc) {
   each_span(columns, n_keys, [&](int c, int end, int keys) {
-    size_t h = (size_t)c * group;
-    const size_t last = (size_t)end * group, d = t->head_dim;
-    for (; h + 4 <= last; h += 4)
-      attn_heads_bf16<Source, 4>(t, q + h * q_step, q_step, keys, m + h, l + h, acc + h * d);
-    for (; h + 2 <= last; h += 2)
-      attn_heads_bf16<Source, 2>(t, q + h * q_step, q_step, keys, m + h, l + h, acc + h * d);
-    for (; h < last; h++)
-      attn_heads_bf16<Source, 1>(t, q + h * q_step, q_step, keys, m + h, l + h, acc + h * d);
+    for (int h = c * group; h < end * group; h += kTogether) {
+      const int n = end * group - h < kTogether ? end * group - h : (int)kTogether;
+      attn_block_bf16<Source>(t, q + h * q_step, q_step, n, keys, m + h, l + h,
+                              acc + (size_t)h * t->head_dim);
+    }
   });
 }
 
@@ -438,16 +625,16 @@ static void attn_tile_bf16(const KvRun *runs, int n_runs, const KvRun *next, int
   t.next_bytes = format == KSL_KV_BF16                               ? 2 * head_dim
                  : format == KSL_KV_FP8 || format == KSL_KV_INT8_G64 ? head_dim
                                                                      : head_dim / 2;
-  t.n_next = 0;
-  for (int r = 0; r < n_next; r++)
-    for (int i = 0; i < next[r].n && t.n_next < kTileKeys; i++, t.n_next++) {
-      t.next[t.n_next] = next[r].k + i * next[r].k_step;
-      t.next_k_scale[t.n_next] = next[r].k_scale + i * next[r].k_scale_step;
-      t.next_v_scale[t.n_next] = next[r].v_scale + i * next[r].v_scale_step;
-    }
+  t.next = next;  // where blocks are smaller than tiles, a part of it
+  t.n_next = n_next ? next->n : 0;
+  for (int j = t.n; j < kTileKeys && j % 16; j++) {
+    t.keys[j] = t.keys[t.n - 1];
+    t.values[j] = t.values[t.n - 1];
+  }
   const bool e4m3 = format == KSL_KV_FP8 || format == KSL_KV_Q4;
   t.key_scale = format == KSL_KV_FP8 ? key_scale : nullptr;
   t.value_scale = e4m3 ? value_scale : nullptr;
+  t.columns = nullptr;
   const uint16_t *queries = (const uint16_t *)q;
   const size_t q_step = 2 * (size_t)head_dim;
   if (group * columns <= 4 && format == KSL_KV_BF16) {
@@ -455,8 +642,13 @@ static void attn_tile_bf16(const KvRun *runs, int n_runs, const KvRun *next, int
   } else if (group * columns <= 4 && e4m3) {
     attn_spans_bf16<FromE4m3>(&t, queries, q_step, group, columns, n_keys, m, l, acc);
   } else {
-    uint32_t *pairs = (uint32_t *)(scratch + (size_t)kTileKeys * head_dim * 2);
+    uint32_t *pairs = (uint32_t *)(scratch + (size_t)kTileKeys * head_dim * 4);
     fill_pairs(&t, runs, pairs);
+    if (t.n == kTileKeys) {
+      uint32_t *columns = (uint32_t *)(scratch + (size_t)kTileKeys * head_dim * 2);
+      fill_columns(&t, columns);
+      t.columns = columns;
+    }
     t.pairs = pairs;
     attn_spans_bf16<FromPairs>(&t, queries, q_step, group, columns, n_keys, m, l, acc);
   }

@@ -34,6 +34,21 @@ KSL_INLINE V v_exp(V x) {
   return v_scale2(v_add(q, v_set1(1.0f)), n);
 }
 
+// 2^x for x <= 0 to about 1 ulp: x = n + r with |r| <= 1/2, then 1 + r q(r), q a minimax fit. 0
+// below -150.
+KSL_INLINE V v_exp2(V x) {
+  x = v_max(v_set1(-150.0f), x);
+  const V magic = v_set1(12582912.0f);  // as in v_exp
+  const V n = v_sub(v_add(x, magic), magic), r = v_sub(x, n);
+  V q = v_set1(0x1.41fbbcp-13f);
+  q = v_fma(q, r, v_set1(0x1.5f3e54p-10f));
+  q = v_fma(q, r, v_set1(0x1.3b2d4cp-7f));
+  q = v_fma(q, r, v_set1(0x1.c6aee8p-5f));
+  q = v_fma(q, r, v_set1(0x1.ebfbdcp-3f));
+  q = v_fma(q, r, v_set1(0x1.62e430p-1f));
+  return v_scale2(v_fma(q, r, v_set1(1.0f)), n);
+}
+
 // 1 + e^-x; the reciprocal is sigmoid(x).
 KSL_INLINE V v_sigmoid_divisor(V x) {
   return v_add(v_set1(1.0f), v_exp(v_sub(v_zero(), x)));

@@ -73,7 +73,7 @@ void load_query(const Backend *b, int column, int head, float *query) {
   const ModelSpec *s = b->spec;
   const int group = s->heads / s->kv_heads, d = s->head_dim;
   const float *q = b->q + column * b->query_stride + static_cast<size_t>(head) * group * d;
-  const float scale = 1.0f / sqrtf(static_cast<float>(d));
+  const float scale = 1.44269504f / sqrtf(static_cast<float>(d));  // log2(e): powers of two
   const bool rotated = b->config->kv_format == KSL_KV_Q4;
   for (int h = 0; h < group; h++, q += d, query += d) {
     float turned[kMaxHeadDim];
