@@ -49,6 +49,17 @@ struct IntInput {
 
 // ---- few columns
 
+// Weights stream from memory: what a core computes on them leaves its own prefetcher too late, the
+// more so the more columns there are.
+enum { kCodesAhead = 4096 };  // bytes
+
+template <class D>
+KSL_STEP void fetch_ahead(const uint8_t *g, const uint8_t *s) {
+#pragma GCC unroll 4
+  for (int i = 0; i < D::kGroupBytes; i += 64) __builtin_prefetch(g + kCodesAhead + i);
+  if constexpr (D::kGroupScales) __builtin_prefetch(s + kCodesAhead / D::kGroupBytes * kPanel);
+}
+
 // Partial sums of one column that do not wait for each other.
 constexpr int int_chains(int columns) {
   return columns == 1 ? 4 : columns == 2 ? 2 : 1;
@@ -75,6 +86,7 @@ KSL_INLINE void direct_block(const uint8_t *g, const IntInput &in, int first, in
 #pragma GCC unroll 1
     for (; group < end; group++) {
       U w[4];
+      fetch_ahead<D>(g, g);
       expand_group<D>(g, w);
 #pragma GCC unroll 4
       for (int j = 0; j < 4; j++)
@@ -110,6 +122,7 @@ KSL_INLINE void direct_groups(const uint8_t *g, const uint8_t *s, const IntInput
 #pragma GCC unroll 1
     for (; group < end; group++) {
       U w[4];
+      fetch_ahead<D>(g, s);
       expand_group<D>(g, w);
       const V group_scale = D::aux(s);
 #pragma GCC unroll 8
