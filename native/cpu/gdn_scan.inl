@@ -43,9 +43,11 @@ KSL_INLINE void scan_token(const float *k, const float *q, const float *next, V 
                            int dk, const float *from, size_t from_stride, float *to,
                            size_t to_stride, V *o, V *predicted) {
   V out[N], ahead[N];
+#pragma GCC unroll 8
   for (int j = 0; j < N; j++) out[j] = ahead[j] = v_zero();
   for (int i = 0; i < dk; i++) {
     const V ki = v_set1(k[i]), qi = v_set1(q[i]), ni = kNext ? v_set1(next[i]) : v_zero();
+#pragma GCC unroll 8
     for (int j = 0; j < N; j++) {
       const V s = v_fma(ki, d[j], v_mul(g, v_load(from + i * from_stride + j * 16)));
       v_store(to + i * to_stride + j * 16, s);
@@ -53,6 +55,7 @@ KSL_INLINE void scan_token(const float *k, const float *q, const float *next, V 
       if (kNext) ahead[j] = v_fma(ni, s, ahead[j]);
     }
   }
+#pragma GCC unroll 8
   for (int j = 0; j < N; j++) {
     o[j] = out[j];
     predicted[j] = ahead[j];
@@ -103,6 +106,28 @@ static void scan(const float *q, const float *k, size_t qk_stride, const float *
       scan_copy_out<N>(block, dk, dv, nv, cut_state[cut]);
   }
   if (commit && !last_in_place) scan_copy_out<N>(block, dk, dv, nv, state);
+}
+
+// One token, in place, for 16 N columns: lines come and go in order, as the memory's own prefetcher
+// likes them. The same additions as above.
+template <int N>
+static void scan_step(const float *q, const float *k, const float *v, float *out, float decay,
+                      float beta, int dk, size_t dv, float *state) {
+  V predicted[N], d[N], o[N];
+#pragma GCC unroll 8
+  for (int j = 0; j < N; j++) predicted[j] = v_zero();
+  for (int i = 0; i < dk; i++) {
+    const V ki = v_set1(k[i]);
+#pragma GCC unroll 8
+    for (int j = 0; j < N; j++)
+      predicted[j] = v_fma(ki, v_load(state + i * dv + 16 * j), predicted[j]);
+  }
+  const V g = v_set1(decay), b = v_set1(beta);
+#pragma GCC unroll 8
+  for (int j = 0; j < N; j++) d[j] = v_mul(b, v_fnma(g, predicted[j], v_load(v + 16 * j)));
+  scan_token<N, false>(k, q, nullptr, g, d, dk, state, dv, state, dv, o, predicted);
+#pragma GCC unroll 8
+  for (int j = 0; j < N; j++) v_store(out + 16 * j, o[j]);
 }
 
 static void delta_scan(const float *q, const float *k, size_t qk_stride, const float *v, float *out,
@@ -159,6 +184,17 @@ static void delta_replay(const float *k, size_t k_stride, const float *d, size_t
     replay<1>(k, k_stride, d, d_stride, decay, g_stride, n, dk, dv, nv, state);
   else
     replay<2>(k, k_stride, d, d_stride, decay, g_stride, n, dk, dv, nv, state);
+}
+
+static void delta_step(const float *q, const float *k, const float *v, float *out, float decay,
+                       float beta, int dk, size_t dv, int nv, float *state) {
+  int c = 0;
+  for (; c + 16 * kStepVectors <= nv; c += 16 * kStepVectors)
+    scan_step<kStepVectors>(q, k, v + c, out + c, decay, beta, dk, dv, state + c);
+  for (; c < nv; c += kScanColumns)
+    delta_scan(q, k, 0, v + c, out + c, 0, 0, &decay, &beta, 0, 1, dk, dv,
+               nv - c < kScanColumns ? nv - c : (int)kScanColumns, state + c, true, nullptr, 0, 0,
+               nullptr, nullptr);
 }
 
 }  // namespace

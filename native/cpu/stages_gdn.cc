@@ -154,14 +154,17 @@ int scan_blocks(const ModelSpec *s) {
   return s->lin_value_heads * ((s->lin_value_dim + kScanColumns - 1) / kScanColumns);
 }
 
-ScanBlock scan_block(const ModelSpec *s, int item) {
+// Block `item`, counted through all heads, and those behind it in the same head up to `most` in
+// all.
+ScanBlock scan_block(const ModelSpec *s, int item, int most = 1) {
   const int dk = s->lin_key_dim, dv = s->lin_value_dim;
   const int per_head = (dv + kScanColumns - 1) / kScanColumns;
+  const int width = most * kScanColumns;
   ScanBlock block;
   block.head = item / per_head;
   block.key_head = block.head / (s->lin_value_heads / s->lin_key_heads);
   block.v0 = item % per_head * kScanColumns;
-  block.width = dv - block.v0 < kScanColumns ? dv - block.v0 : kScanColumns;
+  block.width = dv - block.v0 < width ? dv - block.v0 : width;
   block.values = static_cast<size_t>(block.head) * dv + block.v0;
   block.keys = static_cast<size_t>(block.key_head) * dk;
   block.state = static_cast<size_t>(block.head) * dk * dv + block.v0;
@@ -191,14 +194,35 @@ void scan_row(Backend *b, const RowPlan *row, int linear, const ScanBlock *block
                          b->keep_floats, row->n_cuts, row->cut_offset, cut_state);
 }
 
-// Items are value column blocks; each takes all rows, so that rows of any length split evenly.
+// One committed token of a row, for all value columns of the block.
+void step_row(Backend *b, const RowPlan *row, int linear, const ScanBlock *block) {
+  const ModelSpec *s = b->spec;
+  const int keys = s->lin_key_heads * s->lin_key_dim;
+  const size_t c = row->column, gate = c * b->head_stride + block->head;
+  const float *conv = b->conv + c * b->conv_stride, *q = conv + block->keys;
+  b->kernels->delta_step(q, q + keys, conv + 2 * keys + block->values,
+                         b->core + c * b->value_stride + block->values, b->decay[gate],
+                         b->beta[gate], s->lin_key_dim, s->lin_value_dim, block->width,
+                         slab_state(b, row->slab, linear) + block->state);
+}
+
+// Items are value column blocks; each is done in all rows, so that rows of any length split evenly.
 void scan_task(void *context, int, int begin, int end) {
   const LayerTask *t = static_cast<const LayerTask *>(context);
   Backend *b = t->b;
-  for (int i = begin; i < end; i++) {
-    const ScanBlock block = scan_block(b->spec, i);
-    for (int r = 0; r < b->n_rows; r++) {
-      if (b->rows[r].n) scan_row(b, &b->rows[r], t->linear, &block);
+  for (int r = 0; r < b->n_rows; r++) {
+    const RowPlan *row = &b->rows[r];
+    if (row->n == 1 && row->keep < 0 && row->n_cuts == 0) {
+      for (int i = begin; i < end;) {
+        const ScanBlock block = scan_block(b->spec, i, end - i);
+        step_row(b, row, t->linear, &block);
+        i += (block.width + kScanColumns - 1) / kScanColumns;
+      }
+    } else if (row->n) {
+      for (int i = begin; i < end; i++) {
+        const ScanBlock block = scan_block(b->spec, i);
+        scan_row(b, row, t->linear, &block);
+      }
     }
   }
 }

@@ -34,6 +34,8 @@ constexpr int direct_panels(int columns) {
 enum { kDirectColumns = 4, kTilePanels = 2, kTileColumns = 12 };
 // The same of the integer product, where a direct pass takes one panel.
 enum { kIntDirectColumns = 8, kIntTilePanels = 2, kIntTileColumns = 6 };
+// Vectors of value columns that one token's delta rule takes together.
+enum { kStepVectors = 8 };
 // Heads handled together in attention; heads and keys whose scores are computed together.
 enum { kHeadBlock = 4, kScoreHeads = 4, kScoreKeys = 4 };
 

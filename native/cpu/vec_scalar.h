@@ -31,6 +31,8 @@ constexpr int direct_panels(int columns) {
 enum { kDirectColumns = 1, kTilePanels = 1, kTileColumns = 2 };
 // The same of the integer product, where a direct pass takes one panel.
 enum { kIntDirectColumns = 1, kIntTilePanels = 1, kIntTileColumns = 2 };
+// Vectors of value columns that one token's delta rule takes together.
+enum { kStepVectors = 2 };
 // Heads handled together in attention; heads and keys whose scores are computed together.
 enum { kHeadBlock = 2, kScoreHeads = 2, kScoreKeys = 1 };
 

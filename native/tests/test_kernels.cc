@@ -562,6 +562,19 @@ void test_scan(const Kernels &k, int n, int dk, int dv) {
               same_bits(cut.data(), after.data(), cut.size()),
           "delta_scan %d x %d x %d: bits depend on the cutting", n, dk, dv);
   }
+  for (int round = 0; round < 2; round++) {
+    Floats out(n * s.out_stride, 9.0f), state_after(s.state);
+    for (int v0 = 0, nv; v0 < dv; v0 += nv) {
+      nv = round == 0 ? dv : 1 + below(dv - v0);
+      for (int t = 0; t < n; t++)
+        k.delta_step(&s.q[t * s.qk_stride], &s.k[t * s.qk_stride], &s.v[t * s.v_stride + v0],
+                     &out[t * s.out_stride + v0], s.decay[t * s.g_stride], s.beta[t * s.g_stride],
+                     dk, dv, nv, &state_after[v0]);
+    }
+    check(same_bits(out.data(), whole.data(), out.size()) &&
+              same_bits(state_after.data(), after.data(), after.size()),
+          "delta_step %d x %d x %d: other bits than delta_scan", n, dk, dv);
+  }
   // A replay of any prefix: the bits of the scan.
   Floats delta(n * s.v_stride, 9.0f);
   for (int kept : {n, 1 + below(n)}) {
