@@ -1,15 +1,17 @@
 """A full-size model behind the whole stack: first tokens cold and warm, decode beside a long
 prompt, and agent-shaped churn.
 
-    python -m bench.at_size [--cases first,mixed,churn] [--tokens 8192,32768,131072] [--seconds 60]
-                            [--save] [-- FLAGS]
+    python -m bench.at_size [--cases first,mixed,tiers,churn] [--tokens 8192,32768,131072]
+                            [--seconds 60] [--save] [-- FLAGS]
 
 FLAGS go to the server; by default it serves `synth:27b` in NVFP4 on the CUDA device. `first`: a
 prompt nobody has seen, then the next turn of that conversation with 200 new tokens; `ratio` is how
 many times sooner the second begins. `mixed`: gaps between tokens of four streams, before and while
 a prompt of the longest size is computed, beside the bound that is configured. `churn`: sixteen
 clients whose conversations grow, some of them hanging up in the middle; in the end nothing may be
-held that was free before.
+held that was free before. `tiers`, on a server of its own with few slabs for checkpoints: gaps of a
+decoding stream alone, while the checkpoints of a long prompt are copied to host memory and disk,
+and while they come back.
 """
 
 from __future__ import annotations
@@ -20,9 +22,13 @@ import json
 import random
 import statistics
 import subprocess
+import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from bench.apc import Message, Server, Texts, ask
@@ -36,6 +42,8 @@ ALONE_S = 1.5
 NEW_TOKENS = 200
 TARGET = 50  # warm over cold, at 32k
 SETTLE_S = 30
+MOVE_S = 20  # longest wait for copies
+BOUNDS_MS = (0, 2, 5, 10, 15, 20, 30, 50, 100, 200, 500, 1000, float("inf"))
 
 
 def gaps_of(server: Server, messages: list[Message], tokens: int, stop: threading.Event) -> list[
@@ -96,6 +104,14 @@ def device_mib() -> int:
     return int(out.split()[0])
 
 
+def host_mib(server: Server) -> int:
+    """Memory of the server's process that no other has."""
+    for line in Path(f"/proc/{server.process.pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) // 1024
+    return 0
+
+
 def first(report: Report, server: Server, texts: Texts, sizes: list[int]) -> None:
     for tokens in sizes:
         messages = texts.conversation(tokens)
@@ -138,6 +154,66 @@ def mixed(report: Report, server: Server, texts: Texts, sizes: list[int]) -> Non
     report.add("mixed_prompt", tokens=sizes[-1], first_ms=answer.first_s * 1e3)
 
 
+def histogram(gaps: list[float]) -> str:
+    """Counts of gaps up to each bound, in milliseconds."""
+    counts = [sum(low < gap * 1e3 <= high for gap in gaps) for low, high in pairwise(BOUNDS_MS)]
+    parts = [f"<={high:g}:{n}" for n, high in zip(counts, BOUNDS_MS[1:], strict=True) if n]
+    return " ".join(parts)
+
+
+def moved(server: Server) -> int:
+    """Bytes of checkpoints below the device so far."""
+    cache = health(server)["scheduler"]["cache"]
+    return int(cache["host_bytes"]) + int(cache["disk_bytes"])
+
+
+def tiers(report: Report, texts: Texts, tokens: int, flags: Sequence[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        server = Server(
+            *flags, "--context", str(tokens + 4096), "--max-seqs", "4",
+            "--kv-tokens", str(3 * (tokens + 4096)), "--prefix-cache-slabs", "2",
+            "--prefix-cache-host-bytes", "16GiB", "--prefix-cache-dir", folder,
+        )  # fmt: skip
+        stop = threading.Event()
+        try:
+            with ThreadPoolExecutor(1) as pool:
+                job = pool.submit(gaps_of, server, texts.conversation(500), 20000, stop)
+                time.sleep(ALONE_S)
+                spans = {"alone": (time.perf_counter() - ALONE_S / 2, time.perf_counter())}
+                first = texts.conversation(tokens)
+                answer = ask(server, first)
+                begun, before = time.perf_counter(), moved(server)
+                while time.perf_counter() < begun + MOVE_S:
+                    time.sleep(0.05)
+                    if (now := moved(server)) == before and time.perf_counter() > begun + 1:
+                        break
+                    before = now
+                spans["copied_down"] = (begun, time.perf_counter())
+                down = before
+                ask(server, texts.conversation(tokens))  # takes the slabs of the first one
+                begun = time.perf_counter()
+                warm = ask(server, texts.follow(first, answer, NEW_TOKENS))
+                spans["copied_up"] = (begun, begun + warm.first_s)
+                stop.set()
+                gaps = job.result()
+        finally:
+            stop.set()
+            server.stop()
+    for name, (begin, end) in spans.items():
+        part = [gap for at, gap in gaps if begin < at < end]
+        if len(part) < 2:
+            continue
+        ranks = statistics.quantiles(part, n=100, method="inclusive")
+        report.add(
+            f"tiers_{name}", gaps=len(part), p50_ms=ranks[49] * 1e3, p99_ms=ranks[98] * 1e3,
+            most_ms=max(part) * 1e3, histogram=histogram(part),
+        )  # fmt: skip
+    report.add(
+        "tiers_prompt", tokens=tokens, cold_ms=answer.first_s * 1e3, warm_ms=warm.first_s * 1e3,
+        cached=warm.cached, moved_mib=down / 2**20,
+    )  # fmt: skip
+
+
 def churn(report: Report, server: Server, texts: Texts, seconds: float, most: int) -> None:
     lock = threading.Lock()
     end = time.monotonic() + seconds
@@ -166,7 +242,7 @@ def churn(report: Report, server: Server, texts: Texts, seconds: float, most: in
                 grown = texts.follow(messages, answer, rng.choice((50, 200, 2000)))
             messages = grown if size < most and rng.random() < 0.93 else []
 
-    before, memory = settled(server), device_mib()
+    before, memory, host = settled(server), device_mib(), host_mib(server)
     with ThreadPoolExecutor(CLIENTS) as pool:
         list(pool.map(client, range(CLIENTS)))
     after = settled(server)
@@ -174,7 +250,8 @@ def churn(report: Report, server: Server, texts: Texts, seconds: float, most: in
     report.add(
         "churn", **counts, shared=counts["cached"] / max(counts["prompt"], 1),
         **{f"{name}_change": value for name, value in kept.items()},
-        device_mib_change=device_mib() - memory, last_error=after["last_error"],
+        device_mib_change=device_mib() - memory, host_mib_change=host_mib(server) - host,
+        last_error=after["last_error"],
     )  # fmt: skip
     if any(kept.values()):
         raise SystemExit(f"not everything was given back: {kept}")
@@ -182,7 +259,7 @@ def churn(report: Report, server: Server, texts: Texts, seconds: float, most: in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", default="first,mixed,churn")
+    parser.add_argument("--cases", default="first,mixed,tiers,churn")
     parser.add_argument("--tokens", default="8192,32768,131072")
     parser.add_argument("--seconds", type=float, default=60, help="of churn")
     parser.add_argument("--most", type=int, default=60000, help="tokens to which churn grows")
@@ -191,14 +268,21 @@ def main() -> None:
     args = parser.parse_args()
     sizes = sorted(map(int, args.tokens.split(",")))
     window = max(sizes[-1] + 4096, 12288)  # churn begins with up to 6000 tokens
+    report = Report("at_size")
+    texts = Texts(seed=5)
+    cases = args.cases.split(",")
+    if "tiers" in cases:
+        tiers(report, texts, min(sizes[-1], 32768), args.flags or DEFAULT_FLAGS)
+        cases.remove("tiers")
+    if not cases:
+        report.write(args.save)
+        return
     server = Server(
         *(args.flags or DEFAULT_FLAGS), "--context", str(window),
         "--kv-tokens", str(8 * window), "--max-seqs", "16",
     )  # fmt: skip
-    report = Report("at_size")
-    texts = Texts(seed=5)
     try:
-        for case in args.cases.split(","):
+        for case in cases:
             if case == "first":
                 first(report, server, texts, sizes)
             elif case == "mixed":

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpoints", type=_count_or_none, default=4, metavar="N", help="prefix checkpoints held"
     )
     plan.add_argument(
-        "--wave-columns", type=_count, default=512, metavar="N", help="prompt columns of a wave"
+        "--wave-columns", type=_count, default=2048, metavar="N", help="prompt columns of a wave"
     )
     plan.add_argument(
         "--weights",

@@ -25,7 +25,7 @@ class MemoryWish:
     max_seqs: int
     checkpoints: int = 4
     block_tokens: int = 128
-    wave_columns: int = 512
+    wave_columns: int = 2048  # as on a device
 
 
 @dataclass(frozen=True, slots=True)
