@@ -17,6 +17,7 @@ _SUPER, _PIECE, _PANEL_SLACK = 256, 64, 256  # native/cuda/common/split.cuh, pan
 _TILE_KEYS = 64
 _ATTENTION_UNITS = 16384
 _LONG_ROW = 64
+_MOVE_BYTES = 32 << 20  # state on its way to host memory and back
 _CHUNK, _CHUNK_BATCH, _CUTS = 64, 40, 4
 _CHUNK_OPERAND_BYTES = 128 * (5 * _CHUNK + 128)
 
@@ -51,7 +52,7 @@ def device_workspace_bytes(
         longest = -(-blocks_per_slot * block_tokens // _TILE_KEYS)
         units = min(max(_ATTENTION_UNITS, most), longest * most)
         floats += units * spec.heads * (spec.head_dim + 2)
-    total = 4 * floats
+    total = _MOVE_BYTES + 4 * floats
     for columns, width in (
         (most, spec.hidden), (most, max(value, 1)), (most, max(query, 1)),
         (most, spec.intermediate), (most if spec.mtp_layers else 1, 2 * spec.hidden),

@@ -113,7 +113,6 @@ class FakeEngine:
         self._submits = self._submitted = self._completed = self._last_id = 0
         self._closed = self._doomed = False
         self._poison: str | None = None
-        positions = sizes.blocks_per_slot * sizes.block_tokens
         self._info = EngineInfo(
             name=name,
             vocab=vocab,
@@ -128,8 +127,7 @@ class FakeEngine:
             ring_depth=sizes.ring_depth,
             has_mtp=has_mtp,
             numerics=name,
-            # Images of SAVE ops: a count and one 8-byte value per position.
-            slab_bytes=8 * (1 + positions),
+            slab_bytes=self.state.slab_bytes,
             block_bytes=8 * (1 + sizes.block_tokens),
         )
 

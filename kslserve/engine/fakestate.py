@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from kslserve.engine.contract import UNSET, Contract
 from kslserve.engine.model import PoolSizes
@@ -137,6 +138,9 @@ class FakeState:
         self.model = model
         self.strict = strict
         self.dropped = 0
+        # Images of SAVE ops: a count and one 8-byte value per position.
+        self.slab_bytes = 8 * (1 + sizes.blocks_per_slot * sizes.block_tokens)
+        self._loading: dict[int, npt.NDArray[np.uint8]] = {}
         self.slots = [Slot(sizes.blocks_per_slot) for _ in range(sizes.slots)]
         self.slabs = [Timeline() for _ in range(sizes.slabs)]
         self._contract = Contract(sizes, vocab, has_mtp, self.slots)
@@ -172,11 +176,11 @@ class FakeState:
         elif kind is OpKind.FORCE:
             self.slots[op.a].forced = [int(i) for i in op.data]
         elif kind is OpKind.SAVE_SLAB:
-            _save(op.data, self.slabs[op.a].tokens)
+            image = np.zeros(self.slab_bytes, np.uint8)
+            _save(image, self.slabs[op.a].tokens)
+            op.data[:] = image[op.b : op.b + op.data.nbytes]
         elif kind is OpKind.LOAD_SLAB:
-            self.slabs[op.a] = Timeline()
-            for token in _load(op.data):
-                self.slabs[op.a].append(token)
+            self._load_slab(op)
         elif kind is OpKind.DROP_SLABS:
             self.dropped += op.b
             for slab in range(op.a, op.a + op.b):
@@ -192,6 +196,18 @@ class FakeState:
             _save(op.data, self.blocks[op.a])
         elif self.strict and kind is OpKind.LOAD_BLOCK:
             self.blocks[op.a] = _load(op.data)
+
+    def _load_slab(self, op: StateOp) -> None:
+        """A part; the slab is there when its last one is, and all before it were."""
+        if op.b == 0:
+            self._loading[op.a] = np.zeros(0, np.uint8)
+        so_far = self._loading[op.a]
+        assert so_far.nbytes == op.b, f"slab {op.a}: a part at {op.b} after {so_far.nbytes} bytes"
+        image = self._loading[op.a] = np.concatenate([so_far, op.data])
+        self.slabs[op.a] = Timeline()
+        if image.nbytes == self.slab_bytes:
+            for token in _load(image):
+                self.slabs[op.a].append(token)
 
     def _row(self, row: Row) -> RowDone:
         slot = self.slots[row.slot]

@@ -195,7 +195,7 @@ class WavePacker:
                 if not op.data.flags.c_contiguous or not op.data.flags.writeable:
                     raise ValueError("a state image must be contiguous and writable")
                 pending.pinned.append(op.data)
-                address = op.data.ctypes.data
+                n, address = op.data.nbytes, op.data.ctypes.data
             OP.pack_into(memory, i * OP.size, op.kind, op.a, op.b, n, address)
 
     def _sampling(self, config: SlotConfig, keep: list[Any]) -> Any:

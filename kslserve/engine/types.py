@@ -61,9 +61,10 @@ class SlotConfig:
 
 @dataclass(slots=True)
 class StateOp:
-    """b: a second index, or how many there are from `a` on (DROP_*). data: SlotConfig (CONFIGURE),
-    uint32 array or None (MASK), int32 array (FORCE), a writable uint8 array of slab_bytes or
-    block_bytes (SAVE_*, LOAD_*), else None."""
+    """b: a second index, how many there are from `a` on (DROP_*), or where in the image `data`
+    begins (SAVE_*, LOAD_*). data: SlotConfig (CONFIGURE), uint32 array or None (MASK), int32 array
+    (FORCE), a writable uint8 array of a slab's or block's bytes or a part of them (SAVE_*, LOAD_*),
+    else None."""
 
     kind: OpKind
     a: int

@@ -216,7 +216,10 @@ class Entrance:
                 assert host is not None
                 host.pins += 1
                 first = len(shared)
-                sequence.load = load(source, host, sequence.slab, sequence.blocks, first)
+                sequence.load = load(
+                    source, host, sequence.slab, sequence.blocks, first,
+                    self._cache.policy.part_bytes,
+                )  # fmt: skip
             return True
         cache.forget_adoption(sequence)
         memory.blocks.release(sequence.blocks, 0)

@@ -12,7 +12,6 @@ import numpy as np
 
 from kslserve.engine.types import OpKind, RowKind, SlotConfig, StateOp, TableEdit, Wave
 from kslserve.sched.cache.manager import PrefixCache
-from kslserve.sched.cache.moves import Transfer
 from kslserve.sched.memory import Memory
 from kslserve.sched.plan import Budget, share
 from kslserve.sched.sequence import Guide, Sequence
@@ -22,12 +21,11 @@ from kslserve.sched.spec.speculator import Speculator
 class Outgoing:
     """id: of the last wave that was sent. sequences: of the rows, in their order; newcomers: those
     that it sets up. columns: of the rows; prompt: those of prompts. steady: the rows stand; whoever
-    changes who runs resets it. moves: the wave also copies between device and host. loaded: copies
-    from the host whose last part is in flight."""
+    changes who runs resets it. moves: the wave also copies between device and host."""
 
     __slots__ = (
-        "_edited", "_masked", "_planned", "cache", "columns", "id", "loaded", "memory", "moves",
-        "newcomers", "prompt", "sequences", "speculator", "steady", "wave",
+        "_edited", "_masked", "_planned", "cache", "columns", "id", "memory", "moves", "newcomers",
+        "prompt", "sequences", "speculator", "steady", "wave",
     )  # fmt: skip
 
     def __init__(
@@ -44,7 +42,6 @@ class Outgoing:
         self.prompt = 0
         self.steady = False
         self.moves = False
-        self.loaded: list[Transfer] = []
         self._edited: list[tuple[Sequence, int]] = []
         self._masked: list[tuple[Sequence, int]] = []
         self._planned = False  # since the last wave that was sent
@@ -61,7 +58,7 @@ class Outgoing:
         if len(self.newcomers) < len(waiting):
             running = [s for s in running if not s.fresh or s is waiting[0]]
         wave = self.wave
-        wave.rows, wave.before, wave.edits = [], [], []
+        wave.rows, wave.before, wave.after, wave.edits = [], [], [], []
         self.sequences, self._edited, self._masked = [], [], []
         self.moves = False
         if self.cache.tiers.ready:
@@ -83,7 +80,7 @@ class Outgoing:
                 wave.rows.append(sequence.row)
                 self.sequences.append(sequence)
         for sequence in self.newcomers:
-            if sequence.load is None or not sequence.load.ready:
+            if sequence.load is None or sequence.load.all_sent:
                 self._set_up(sequence)
         for sequence in self.sequences:
             if sequence.job.guide is not None:
@@ -139,10 +136,10 @@ class Outgoing:
                 sequence.last_wave = wave_id
                 load = sequence.load
                 if load is not None:
-                    load.sent()
                     if not load.all_sent:
+                        load.sent()
                         continue
-                    self.loaded.append(load)
+                    self.cache.tiers.unpin(load.copy)
                     sequence.load = None
                 sequence.fresh = False
                 self.cache.forget_adoption(sequence)
@@ -154,30 +151,25 @@ class Outgoing:
             for sequence, entries in self._edited:
                 sequence.tabled = entries
             self._edited = []
-        self.wave.before, self.wave.edits = [], []
+        self.wave.before, self.wave.after, self.wave.edits = [], [], []
         self.cache.sent()
 
-    def complete(self) -> None:
-        """The wave in flight completed."""
-        for load in self.loaded:
-            self.cache.tiers.unpin(load.copy)
-        self.loaded.clear()
-
     def _load(self, running: Items[Sequence]) -> Items[Sequence]:
-        """Copy state from the host for newcomers that start from it; who can have a row."""
+        """Copy state from the host, behind the rows, for newcomers that start from it; who can have
+        a row: those whose state was there before this wave."""
         room = self.cache.policy.move_bytes
         still: set[int] = set()
         for sequence in self.newcomers:
             load = sequence.load
-            if load is not None:
-                load.unplan()
-                if room > 0:
-                    ops = load.take(room)
-                    self.wave.before += ops
-                    room -= sum(op.data.nbytes for op in ops)
-                if load.ready:
-                    still.add(sequence.number)
-        self.moves = True
+            if load is None or load.all_sent:
+                continue
+            still.add(sequence.number)
+            load.unplan()
+            if room > 0:
+                ops = load.take(room)
+                self.wave.after += ops
+                room -= sum(op.data.nbytes for op in ops)
+                self.moves = True
         return [s for s in running if s.number not in still]
 
     def _edit(self, sequence: Sequence) -> None:

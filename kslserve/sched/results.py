@@ -43,8 +43,6 @@ class Results:
         self._memory.complete(done.wave)
         if self._cache.landing and self._cache.complete():
             roster.due = True
-        if outgoing.loaded:
-            outgoing.complete()
         if roster.entrance.waiting:
             roster.due = True
         prompt = sampled = decoding = spoken = 0

@@ -174,7 +174,9 @@ int check_op(WaveChecker *c, const ksl_op *op, Place at, ksl_error *error) {
       rc = in_range(error, at, slabs ? "a (slab)" : "a (block)", op->a, 0, slabs ? slab : block);
       if (rc == KSL_OK && op->data == nullptr)
         rc = fail(error, KSL_INVALID, "%s %d: data is null", at.list, at.index);
-      return rc;
+      const int64_t bytes = slabs ? l->slab_bytes : l->block_bytes;
+      if (rc == KSL_OK) rc = in_range(error, at, "b (offset)", op->b, 0, bytes - 1);
+      return rc == KSL_OK ? in_range(error, at, "n (bytes)", op->n, 1, bytes - op->b) : rc;
     }
     case KSL_OP_DROP_SLABS:
     case KSL_OP_DROP_BLOCKS: {
@@ -466,6 +468,8 @@ int checker_init(WaveChecker *checker, const ModelSpec *spec, const ksl_config *
   l->block_tokens = config->block_tokens;
   l->table_blocks = config->max_blocks_per_slot;
   l->wave_columns = config->wave_columns;
+  l->slab_bytes = static_cast<int64_t>(budget->slab_bytes);
+  l->block_bytes = static_cast<int64_t>(budget->block_bytes);
   l->forced_capacity = budget->forced_capacity;
   l->has_mtp = spec->mtp_layers > 0;
   l->test_hooks = config->test_hooks != 0;

@@ -16,6 +16,7 @@ namespace ksl {
 struct WaveLimits {
   int vocab;
   int slots, slabs, blocks, block_tokens, table_blocks, wave_columns;
+  int64_t slab_bytes, block_bytes;
   int forced_capacity;
   bool has_mtp, test_hooks;
 };

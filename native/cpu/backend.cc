@@ -29,6 +29,14 @@ void batch_rotary(Backend *b, Batch *batch) {
 
 namespace {
 
+// Where the image, or the part of it, of a SAVE or LOAD op begins.
+uint8_t *slab_part(const Backend *b, const ksl_op *op) {
+  return reinterpret_cast<uint8_t *>(slab_at(b, op->a)) + op->b;
+}
+uint8_t *block_part(const Backend *b, const ksl_op *op) {
+  return b->blocks + op->a * b->block_bytes + op->b;
+}
+
 void run_op(Backend *b, const ksl_op *op) {
   const size_t slab_bytes = b->image_floats * sizeof(float);
   switch (op->kind) {
@@ -43,16 +51,16 @@ void run_op(Backend *b, const ksl_op *op) {
               b->block_bytes);
       break;
     case KSL_OP_SAVE_SLAB:
-      memcpy(op->data, slab_at(b, op->a), slab_bytes);
+      memcpy(op->data, slab_part(b, op), op->n);
       break;
     case KSL_OP_LOAD_SLAB:
-      memcpy(slab_at(b, op->a), op->data, slab_bytes);
+      memcpy(slab_part(b, op), op->data, op->n);
       break;
     case KSL_OP_SAVE_BLOCK:
-      memcpy(op->data, b->blocks + op->a * b->block_bytes, b->block_bytes);
+      memcpy(op->data, block_part(b, op), op->n);
       break;
     case KSL_OP_LOAD_BLOCK:
-      memcpy(b->blocks + op->a * b->block_bytes, op->data, b->block_bytes);
+      memcpy(block_part(b, op), op->data, op->n);
       break;
     case KSL_OP_CONFIGURE:
       slot_configure(&b->slots[op->a], b->spec->vocab, static_cast<const ksl_sampling *>(op->data));

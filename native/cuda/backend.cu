@@ -107,7 +107,34 @@ void set_mask(Backend *b, int index, const void *mask) {
          &flag, sizeof flag);
 }
 
-void run_op(Backend *b, const ksl_op *op) {
+// Where the image, or the part of it, of a SAVE or LOAD op begins.
+uint8_t *image_place(const Backend *b, const ksl_op *op) {
+  const bool slab = op->kind == KSL_OP_SAVE_SLAB || op->kind == KSL_OP_LOAD_SLAB;
+  uint8_t *first =
+      slab ? reinterpret_cast<uint8_t *>(slab_at(b, op->a)) : b->blocks + op->a * b->block_bytes;
+  return first + op->b;
+}
+
+// Begins all LOADs of a wave: their images are on their way to the device while its rows run.
+bool fetch_images(Backend *b, const Wave *wave) {
+  const int n = wave->n_before + wave->n_after;
+  mover_begin(&b->mover);
+  if (n > b->fetched_capacity) {
+    alloc_free(b->fetched);
+    b->fetched = alloc_many<int>(b->alloc, n);
+    b->fetched_capacity = b->fetched ? n : 0;
+    if (!b->fetched) return false;
+  }
+  for (int i = 0; i < n; i++) {
+    const ksl_op *op = i < wave->n_before ? &wave->before[i] : &wave->after[i - wave->n_before];
+    const bool load = op->kind == KSL_OP_LOAD_SLAB || op->kind == KSL_OP_LOAD_BLOCK;
+    b->fetched[i] = load ? mover_fetch(&b->mover, op->data, op->n) : -1;
+  }
+  return true;
+}
+
+// fetched: the move of a LOAD, -1 for none.
+void run_op(Backend *b, const ksl_op *op, int fetched) {
   const size_t slab_bytes = b->image_floats * sizeof(float);
   switch (op->kind) {
     case KSL_OP_ZERO_SLAB:
@@ -123,16 +150,16 @@ void run_op(Backend *b, const ksl_op *op) {
              b->block_bytes);
       break;
     case KSL_OP_SAVE_SLAB:
-      copy(b, op->data, slab_at(b, op->a), slab_bytes);
+    case KSL_OP_SAVE_BLOCK:
+      if (!mover_save(&b->mover, &b->device, image_place(b, op), op->data, op->n))
+        copy(b, op->data, image_place(b, op), op->n);
       break;
     case KSL_OP_LOAD_SLAB:
-      copy(b, slab_at(b, op->a), op->data, slab_bytes);
-      break;
-    case KSL_OP_SAVE_BLOCK:
-      copy(b, op->data, b->blocks + op->a * b->block_bytes, b->block_bytes);
-      break;
     case KSL_OP_LOAD_BLOCK:
-      copy(b, b->blocks + op->a * b->block_bytes, op->data, b->block_bytes);
+      if (fetched >= 0)
+        mover_place(&b->mover, &b->device, fetched, image_place(b, op));
+      else
+        copy(b, image_place(b, op), op->data, op->n);
       break;
     case KSL_OP_CONFIGURE:
       configure(b, op->a, static_cast<const ksl_sampling *>(op->data));
@@ -388,7 +415,10 @@ int cuda_run(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
         b->tables + static_cast<size_t>(edit->slot) * b->config->max_blocks_per_slot + edit->start,
         wave->block_ids + edit->offset, edit->n * sizeof(int32_t));
   }
-  for (int i = 0; i < wave->n_before; i++) run_op(b, &wave->before[i]);
+  if (!fetch_images(b, wave))
+    return fail(error, KSL_FATAL, "There is not enough memory for %d state operations.",
+                wave->n_before + wave->n_after);
+  for (int i = 0; i < wave->n_before; i++) run_op(b, &wave->before[i], b->fetched[i]);
   int code = plan_rows(b, wave, done, error);
   if (code) return code;
   if (b->batch.n > 0) code = run_columns(b);
@@ -398,9 +428,11 @@ int cuda_run(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
     plan->done->proposed = plan->slot->n_drafts;
     memcpy(plan->done->drafts, plan->slot->drafts, plan->slot->n_drafts * sizeof(int32_t));
   }
-  for (int i = 0; i < wave->n_after && !code; i++) run_op(b, &wave->after[i]);
-  // Saved images and taps are the caller's when the wave ends.
+  for (int i = 0; i < wave->n_after && !code; i++)
+    run_op(b, &wave->after[i], b->fetched[wave->n_before + i]);
+  // Images and taps are the caller's when the wave ends.
   synchronize(b, "running a wave");
+  mover_finish(&b->mover, &b->device);
   b->wave = nullptr;
   if (b->device.error != cudaSuccess)
     return fail(error, KSL_FATAL, "The CUDA device failed while %s: %s.", b->device.what,

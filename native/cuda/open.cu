@@ -391,21 +391,33 @@ int make_frequencies(Backend *b, ksl_error *error) {
   return KSL_OK;
 }
 
+// Staging of state on its way; without its thread the waves copy it themselves.
+int make_mover(Backend *b, ksl_error *error) {
+  const uint64_t before = b->device_bytes;
+  uint8_t *staging = static_cast<uint8_t *>(own_device(b, kMoveBytes));
+  if (!staging) return no_memory(b, error, "moving state");
+  b->scratch_bytes += b->device_bytes - before;
+  if (!b->measuring && !mover_open(&b->mover, staging))
+    fprintf(stderr, "kslserve: no pinned memory or thread to move state with; waves will wait\n");
+  return KSL_OK;
+}
+
 int make_all(Backend *b, const TensorTable *tensors, uint64_t *staging, ksl_error *error) {
   int code = make_frequencies(b, error);
   if (!code) code = load_weights(b, tensors, staging, error);
   if (!code) code = make_pools(b, error);
   if (!code) code = make_scratch(b, error);
   if (!code) code = make_long_rows(b, error);
+  if (!code) code = make_mover(b, error);
   return code;
 }
 
 void free_host(Backend *b) {
   for (int i = 0; b->slots && i < b->config->slots; i++) alloc_free(b->slots[i].forced);
-  void *const host[] = {b->slots,  b->rows,        b->row_info,    b->tiles,
-                        b->chunks, b->runs,        b->batches,     b->columns,
-                        b->jobs,   b->job_columns, b->sample_jobs, b->logprob_jobs,
-                        b->ids,    b->entries,     b->layers,      b->owned};
+  void *const host[] = {b->slots,       b->rows,         b->row_info, b->tiles,   b->chunks,
+                        b->runs,        b->batches,      b->columns,  b->jobs,    b->job_columns,
+                        b->sample_jobs, b->logprob_jobs, b->ids,      b->entries, b->layers,
+                        b->owned,       b->fetched};
   for (void *memory : host) alloc_free(memory);
 }
 
@@ -469,6 +481,7 @@ void cuda_close(Backend *b) {
   if (!b) return;
   if (b->device.stream) {
     cudaStreamSynchronize(b->device.stream);
+    mover_close(&b->mover);
     for (int i = 0; i < b->n_graphs; i++)
       if (b->graphs[i].run) cudaGraphExecDestroy(b->graphs[i].run);
     for (int i = b->n_owned; i-- > 0;) cudaFree(b->owned[i]);

@@ -7,6 +7,7 @@
 #include "gdn/chunk.cuh"
 #include "gemm/gemm.cuh"
 #include "sample/sample.cuh"
+#include "state/mover.cuh"
 
 namespace ksl {
 
@@ -142,6 +143,10 @@ struct Backend {
   ksl_logprob *d_entries;
   int32_t *d_marks;
   int marks_capacity;
+
+  Mover mover;
+  int *fetched;  // [ops of the wave] moves of its LOADs; grows
+  int fetched_capacity;
 
   Graph graphs[kGraphs];
   int n_graphs;

@@ -178,8 +178,11 @@ enum {
   KSL_OP_ZERO_SLAB = 0,  /* slab a := empty sequence */
   KSL_OP_COPY_SLAB = 1,  /* slab b := slab a */
   KSL_OP_COPY_BLOCK = 2, /* block b := block a */
-  KSL_OP_SAVE_SLAB = 3,  /* data[slab_bytes] := slab a */
-  KSL_OP_LOAD_SLAB = 4,  /* slab a := data[slab_bytes] */
+  /* Images, or parts of them: data[n] := bytes [b, b + n) of slab a, and back. The engine reads and
+     writes data until the end of the wave, beside its rows where it can: a LOAD after the rows
+     holds nobody up. */
+  KSL_OP_SAVE_SLAB = 3,
+  KSL_OP_LOAD_SLAB = 4,
   KSL_OP_SAVE_BLOCK = 5,
   KSL_OP_LOAD_BLOCK = 6,
   KSL_OP_CONFIGURE = 7, /* slot a: data is a ksl_sampling; clears latch, last sampled id, counts,

@@ -13,7 +13,7 @@ from kslserve.engine.cuda import CudaLibrary
 from kslserve.engine.device_budget import RUNTIME_BYTES, device_workspace_bytes
 from kslserve.engine.model import PoolSizes
 from kslserve.engine.native import NativeEngine
-from kslserve.engine.types import Row, RowKind
+from kslserve.engine.types import OpKind, Row, RowKind, StateOp
 from kslserve.errors import EngineError
 from kslserve.ksl.open import open_model
 from kslserve.selftest.waves import Waves
@@ -62,3 +62,38 @@ def test_what_does_not_fit_is_refused_before_it_is_taken(cuda: CudaLibrary) -> N
     ):
         NativeEngine.open(model.spec, model.tensors, sizes, kv_format="q4", library=cuda)
     assert free - cuda.free_bytes() < PAGE
+
+
+async def test_state_moves_beside_the_rows(cuda: CudaLibrary) -> None:
+    """More images than the staging area holds, in and out while rows run: each arrives whole, and
+    what rows of the same wave change is saved as it was before them."""
+    with open_model("synth:0.8b", weights="nvfp4") as model:
+        engine = NativeEngine.open(model.spec, model.tensors, SIZES, kv_format="q4", library=cuda)
+    with Waves(engine) as waves:
+        info, rng = engine.info, np.random.default_rng(1)
+        await waves.begin([0])
+        ids = np.arange(600, dtype=np.int32) + 5
+        await waves.run(rows=[Row(RowKind.LAST, 0, 0, 0, 600, ids)])
+        own = np.zeros(info.slab_bytes, np.uint8)
+        await waves.run(before=[StateOp(OpKind.SAVE_SLAB, 0, 0, own)])
+        slabs = [rng.integers(0, 255, info.slab_bytes).astype(np.uint8) for _ in range(6)]
+        blocks = [rng.integers(0, 255, info.block_bytes).astype(np.uint8) for _ in range(24)]
+        half = info.slab_bytes // 2
+        loads = [StateOp(OpKind.LOAD_BLOCK, 300 + i, 0, b) for i, b in enumerate(blocks)]
+        for i, slab in enumerate(slabs):
+            loads += [StateOp(OpKind.LOAD_SLAB, 4 + i, at, slab[at : at + half])
+                      for at in (0, half)]  # fmt: skip
+        assert sum(op.data.nbytes for op in loads) > 64 << 20
+        seen = np.zeros(info.slab_bytes, np.uint8)
+        decode = [Row(RowKind.LAST, 0, 0, 600, 1, [-1])]
+        await waves.run(before=[StateOp(OpKind.SAVE_SLAB, 0, 0, seen)], rows=decode, after=loads)
+        assert np.array_equal(seen, own)
+        out = [np.zeros(info.slab_bytes, np.uint8) for _ in slabs]
+        out_blocks = [np.zeros(info.block_bytes, np.uint8) for _ in blocks]
+        saves = [StateOp(OpKind.SAVE_SLAB, 4 + i, 0, image) for i, image in enumerate(out)]
+        saves += [StateOp(OpKind.SAVE_BLOCK, 300 + i, 0, b) for i, b in enumerate(out_blocks)]
+        spoiled = [StateOp(OpKind.ZERO_SLAB, 4 + i) for i in range(len(slabs))]
+        rows = [Row(RowKind.LAST, 0, 0, 601, 1, [-1])]
+        await waves.run(before=saves + spoiled, rows=rows)
+        for image, found in zip([*slabs, *blocks], [*out, *out_blocks], strict=True):
+            assert np.array_equal(image, found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from kslserve.engine.types import OpKind, StateOp
-from tests.native.driver import Driver
+from tests.native.driver import Driver, Refused
 from tests.tiny import tiny_arrays, tiny_spec, tiny_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,6 +79,23 @@ def test_dropped_memory_computes_the_same_again(roomy: Driver) -> None:
     first = answer()
     drop_all_but_one(roomy)
     assert answer() == first
+
+
+def test_images_come_and_go_in_parts(roomy: Driver) -> None:
+    rng = np.random.default_rng(2)
+    for save, load, size in (
+        (OpKind.SAVE_SLAB, OpKind.LOAD_SLAB, roomy.info.slab_bytes),
+        (OpKind.SAVE_BLOCK, OpKind.LOAD_BLOCK, roomy.info.block_bytes),
+    ):
+        image, back = rng.integers(0, 255, size).astype(np.uint8), np.zeros(size, np.uint8)
+        borders = [0, 5, 64, size // 2 + 1, size]
+        spans = list(itertools.pairwise(borders))
+        roomy.wave(after=[StateOp(load, 4, a, image[a:b]) for a, b in spans])
+        roomy.wave(before=[StateOp(save, 4, a, back[a:b]) for a, b in reversed(spans)])
+        assert np.array_equal(back, image)
+        for offset, data in ((size, image[:1]), (1, image), (0, image[:0])):
+            with pytest.raises(Refused):
+                roomy.wave(before=[StateOp(load, 4, offset, data)])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are told by /proc")

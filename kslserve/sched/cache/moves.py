@@ -9,7 +9,8 @@ from kslserve.engine.types import OpKind, StateOp
 from kslserve.sched.cache.checkpoint import Checkpoint
 from kslserve.sched.cache.hosttier import HostBlock, HostCopy, Image
 
-Item = tuple[OpKind, int, Image]
+Item = tuple[OpKind, int, int, Image]  # kind, index, where the image begins in what it is of
+PART_MIN = 1024
 
 
 class Transfer:
@@ -40,8 +41,8 @@ class Transfer:
         """The next ops, of about `room` bytes and one at least."""
         ops: list[StateOp] = []
         while self.ready and (room > 0 or not ops):
-            kind, index, image = self._items[self._sent + self._planned]
-            ops.append(StateOp(kind, index, data=image))
+            kind, index, offset, image = self._items[self._sent + self._planned]
+            ops.append(StateOp(kind, index, offset, image))
             self._planned += 1
             room -= image.nbytes
         return ops
@@ -54,25 +55,32 @@ class Transfer:
         self._planned = 0
 
 
+def parts(kind: OpKind, slab: int, image: Image, most: int) -> list[Item]:
+    """A slab in parts of about `most` bytes, since one may be more than a wave should carry."""
+    size = max(most, PART_MIN)
+    return [(kind, slab, at, image[at : at + size]) for at in range(0, image.nbytes, size)]
+
+
 def save(
-    checkpoint: Checkpoint, slab: Image, known: list[HostBlock], images: list[Image]
+    checkpoint: Checkpoint, slab: Image, known: list[HostBlock], images: list[Image], most: int
 ) -> Transfer:
     """Device to host. known: images of its first blocks that the host has; images: room for the
-    other ones."""
+    other ones. most: bytes of an op."""
     device = checkpoint.device
     assert device is not None
     blocks = known + [HostBlock(image) for image in images]
-    items: list[Item] = [(OpKind.SAVE_SLAB, device.slab, slab)]
+    items = parts(OpKind.SAVE_SLAB, device.slab, slab, most)
     for block, image in zip(device.blocks[len(known) :], images, strict=True):
-        items.append((OpKind.SAVE_BLOCK, block, image))
+        items.append((OpKind.SAVE_BLOCK, block, 0, image))
     return Transfer(checkpoint, HostCopy(slab, blocks), items)
 
 
 def load(
-    checkpoint: Checkpoint, copy: HostCopy, slab: int, blocks: list[int], first: int
+    checkpoint: Checkpoint, copy: HostCopy, slab: int, blocks: list[int], first: int, most: int
 ) -> Transfer:
-    """Host to the memory of a sequence, which has the blocks before `first` already."""
-    items: list[Item] = [(OpKind.LOAD_SLAB, slab, copy.slab)]
+    """Host to the memory of a sequence, which has the blocks before `first` already. most: bytes of
+    an op."""
+    items = parts(OpKind.LOAD_SLAB, slab, copy.slab, most)
     for block, image in zip(blocks[first:], copy.blocks[first:], strict=False):
-        items.append((OpKind.LOAD_BLOCK, block, image.data))
+        items.append((OpKind.LOAD_BLOCK, block, 0, image.data))
     return Transfer(checkpoint, copy, items)

@@ -26,6 +26,11 @@ class CachePolicy:
     disk_min_tokens: int = 256
     move_bytes: int = 16 << 20
 
+    @property
+    def part_bytes(self) -> int:
+        """Most of a slab in one op."""
+        return self.move_bytes // 2
+
 
 @dataclass(frozen=True, order=True, slots=True)
 class SavePoint:

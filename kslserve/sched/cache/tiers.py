@@ -99,7 +99,7 @@ class Tiers:
             for _ in range(len(checkpoint.device.blocks) - len(known))
         ]
         slab = np.empty(info.slab_bytes, np.uint8)
-        self.active = moves.save(checkpoint, slab, known, images)
+        self.active = moves.save(checkpoint, slab, known, images, self._policy.part_bytes)
         checkpoint.moving = True
         checkpoint.tried = self._now()
 

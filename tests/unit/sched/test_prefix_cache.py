@@ -251,7 +251,7 @@ class Seen(list[OpKind]):
     """Kinds of a wave's ops, and its slots with rows."""
 
     def __init__(self, wave: Wave) -> None:
-        super().__init__(op.kind for op in wave.before)
+        super().__init__(op.kind for op in (*wave.before, *wave.after))
         self.rows = [row.slot for row in wave.rows]
 
 
