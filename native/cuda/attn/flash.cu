@@ -1,6 +1,6 @@
 // Attention of long pieces of prompts with warpgroup products (sm_90a): tiles of up to 128 queries
-// (columns x the query heads of a KV head) against tiles of 64 keys. One warpgroup unpacks stored
-// keys and values into halves in shared memory, two multiply.
+// (columns x the query heads of a KV head) against tiles of 64 keys. Of four warpgroups the first
+// unpacks stored keys into halves in shared memory, the second values, two multiply.
 //
 // Queries, probabilities and unpacked keys are rounded to halves; sums are float32.
 #include "../common/mma.cuh"
@@ -14,7 +14,7 @@ namespace {
 constexpr int kDim = 256;
 constexpr int kKeys = 64;
 constexpr int kRows = kFlashRows;
-constexpr int kThreads = 384;  // a loading warpgroup, then two that multiply
+constexpr int kThreads = 512;
 
 // Shared memory. Staged: what a loading thread has asked for and nobody else reads, and the scales
 // of each warp.
@@ -73,7 +73,7 @@ struct Loader {
   typedef Layout<kFormat> L;
   const KvLayer &kv;
   uint8_t *memory;
-  int warp, lane;
+  int warp, lane, thread;  // of the warpgroup
 
   // Passes of rows of 256 bytes: eight keys, one quarter of the row a warp.
   __device__ void ask256(int staged, int scales, const Place (&place)[4], int offset,
@@ -85,7 +85,7 @@ struct Loader {
       const uint8_t *from = p.base + offset +
                             static_cast<int64_t>(p.row + (key & 15) * kv.kv_heads) * 256 +
                             part * 16;
-      copy_async<16>(memory + staged + (pass * 128 + threadIdx.x) * 16, from, key < left);
+      copy_async<16>(memory + staged + (pass * 128 + thread) * 16, from, key < left);
     }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -107,9 +107,9 @@ struct Loader {
         const int part = (warp & 1) * 4 + (lane >> 3);
         const Place &p = place[pass];
         const int64_t row = p.row + (key & 15) * kv.kv_heads;
-        copy_async<16>(memory + L::kKStaged + (pass * 128 + threadIdx.x) * 16,
+        copy_async<16>(memory + L::kKStaged + (pass * 128 + thread) * 16,
                        p.base + kv.k_offset + row * 128 + part * 16, key < left);
-        copy_async<4>(memory + L::kKScales + (pass * 128 + threadIdx.x) * 4,
+        copy_async<4>(memory + L::kKScales + (pass * 128 + thread) * 4,
                       p.base + kv.k_scale_offset + row * 32 + part * 4, key < left);
       }
     }
@@ -123,7 +123,7 @@ struct Loader {
     for (int pass = 0; pass < 8; pass++) {
       const int key = pass * 8 + (lane & 7), part = warp * 4 + (lane >> 3);
       const uint4 codes =
-          *reinterpret_cast<const uint4 *>(memory + staged + (pass * 128 + threadIdx.x) * 16);
+          *reinterpret_cast<const uint4 *>(memory + staged + (pass * 128 + thread) * 16);
       const float s = reinterpret_cast<const float *>(memory + scales)[warp * kKeys + key];
       const __half2 scale = __float2half2_rn(fminf(s, 128.0f));  // a half holds 448 of these
       const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
@@ -149,7 +149,7 @@ struct Loader {
       for (int pass = 0; pass < 4; pass++) {
         const int key = (pass * 2 + (warp >> 1)) * 8 + (lane & 7);
         const int part = (warp & 1) * 4 + (lane >> 3);
-        const int slot = pass * 128 + threadIdx.x;
+        const int slot = pass * 128 + thread;
         const uint4 codes = *reinterpret_cast<const uint4 *>(memory + L::kKStaged + slot * 16);
         const __half2 pair = *reinterpret_cast<const __half2 *>(memory + L::kKScales + slot * 4);
         const __half2 scale = __low2half2(pair), zero = __high2half2(pair);
@@ -216,7 +216,7 @@ __device__ void multiply(const FlashArgs &a, const FlashTile &tile, int head, in
                          uint8_t *memory) {
   typedef Layout<kFormat> L;
   Barriers *barriers = reinterpret_cast<Barriers *>(memory + L::kBarriers);
-  const int thread = threadIdx.x & 127, half = (threadIdx.x >> 7) - 1;
+  const int thread = threadIdx.x & 127, half = (threadIdx.x >> 7) - 2;
   const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
   const int group = a.heads / a.kv.kv_heads;
   load_queries<kFormat>(a, tile, head, group, memory, half, thread);
@@ -236,7 +236,7 @@ __device__ void multiply(const FlashArgs &a, const FlashTile &tile, int head, in
   }
   const int whole = tile.position + (half * 64 + warp * 16) / group + 1;  // keys all rows here see
 
-  float out[kDim / 2] = {}, score[kKeys / 2], most[2] = {-INFINITY, -INFINITY}, total[2] = {};
+  float out[2][kDim / 4] = {}, score[kKeys / 2], most[2] = {-INFINITY, -INFINITY}, total[2] = {};
   uint32_t p[kKeys / 16][4];
   const auto ask_scores = [&](int tile_index) {
     const int stage = tile_index & 1;
@@ -300,7 +300,11 @@ __device__ void multiply(const FlashArgs &a, const FlashTile &tile, int head, in
     wgmma_begin();
 #pragma unroll
     for (int s = 0; s < kKeys / 16; s++)
-      wgmma_columns256(out, p[s], values_at + ((stage * (kKeys * kDim * 2) + s * 2048) >> 4));
+#pragma unroll
+      for (int side = 0; side < 2; side++)
+        wgmma_columns128(
+            out[side], p[s],
+            values_at + ((stage * (kKeys * kDim * 2) + side * (2 * kPanel) + s * 2048) >> 4));
     wgmma_commit();
   };
 
@@ -321,7 +325,7 @@ __device__ void multiply(const FlashArgs &a, const FlashTile &tile, int head, in
     pack();
     if (__any_sync(kAll, old[0] != 1.0f || old[1] != 1.0f)) {
 #pragma unroll
-      for (int k = 0; k < kDim / 2; k++) out[k] *= old[k >> 1 & 1];
+      for (int k = 0; k < kDim / 2; k++) out[k >> 6][k & 63] *= old[k >> 1 & 1];
     }
   }
   add_values(tiles - 1);
@@ -335,49 +339,48 @@ __device__ void multiply(const FlashArgs &a, const FlashTile &tile, int head, in
     const float scale = sum > 0 ? 1.0f / sum : 0.0f;  // no key: position 0 of a layer without row 0
     const int column = tile.column + row / group, query_head = head * group + row % group;
 #pragma unroll
-    for (int i = 0; i < kDim / 8; i++)
-      gate_store2(a.gate, column, query_head, i * 8 + 2 * t, kDim, out[4 * i + 2 * r] * scale,
-                  out[4 * i + 2 * r + 1] * scale);
+    for (int i = 0; i < kDim / 8; i++) {
+      const float *two = out[i >> 4] + 4 * (i & 15) + 2 * r;
+      gate_store2(a.gate, column, query_head, i * 8 + 2 * t, kDim, two[0] * scale, two[1] * scale);
+    }
   }
 }
 
-template <int kFormat>
+// The keys or values of all tiles, each asked for when the one before has been unpacked.
+template <int kFormat, bool kValues>
 __device__ void load_tiles(const FlashArgs &a, const FlashTile &tile, int head, int keys, int tiles,
                            uint8_t *memory) {
   typedef Layout<kFormat> L;
   Barriers *barriers = reinterpret_cast<Barriers *>(memory + L::kBarriers);
+  uint64_t *full = kValues ? barriers->v_full : barriers->k_full;
+  uint64_t *empty = kValues ? barriers->v_empty : barriers->k_empty;
   const int32_t *table = a.kv.tables + static_cast<int64_t>(tile.slot) * a.kv.table_blocks;
   const Pages pages = {a.kv, table, head, keys};
-  const Loader<kFormat> loader = {a.kv, memory, static_cast<int>(threadIdx.x) >> 5,
-                                  static_cast<int>(threadIdx.x) & 31};
-  Place place[4];
-  pages.find(0, place);
-  loader.ask_k(place, keys);
-  copy_commit();
-  loader.ask_v(place, keys);
-  copy_commit();
+  const int thread = threadIdx.x & 127;
+  const Loader<kFormat> loader = {a.kv, memory, thread >> 5, thread & 31, thread};
+  const auto ask = [&](int i) {
+    Place place[4];
+    pages.find(i, place);
+    if (kValues)
+      loader.ask_v(place, keys - i * kKeys);
+    else
+      loader.ask_k(place, keys - i * kKeys);
+    copy_commit();
+  };
+  ask(0);
   for (int i = 0; i < tiles; i++) {
-    const int stage = i & 1, parity = (i >> 1 & 1) ^ 1, left = keys - (i + 1) * kKeys;
-    const bool more = i + 1 < tiles;
-    if (more) pages.find(i + 1, place);
-    copy_wait<1>();
+    const int stage = i & 1;
+    copy_wait<0>();
     __syncwarp();
-    barrier_wait(&barriers->k_empty[stage], parity);
-    loader.unpack_k(memory + L::kK + stage * (kKeys * kDim * 2));
+    barrier_wait(&empty[stage], (i >> 1 & 1) ^ 1);
+    if (kValues)
+      loader.unpack_v(memory + L::kV + stage * (kKeys * kDim * 2));
+    else
+      loader.unpack_k(memory + L::kK + stage * (kKeys * kDim * 2));
     wgmma_publish();
-    barrier_arrive(&barriers->k_full[stage]);
+    barrier_arrive(&full[stage]);
     __syncwarp();
-    if (more) loader.ask_k(place, left);
-    copy_commit();
-    copy_wait<1>();
-    __syncwarp();
-    barrier_wait(&barriers->v_empty[stage], parity);
-    loader.unpack_v(memory + L::kV + stage * (kKeys * kDim * 2));
-    wgmma_publish();
-    barrier_arrive(&barriers->v_full[stage]);
-    __syncwarp();
-    if (more) loader.ask_v(place, left);
-    copy_commit();
+    if (i + 1 < tiles) ask(i + 1);
   }
 }
 
@@ -403,8 +406,11 @@ __global__ void __launch_bounds__(kThreads, 1) flash_kernel(const __grid_constan
   __syncthreads();
   begin_chained();
   if (threadIdx.x < 128) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
-    load_tiles<kFormat>(a, tile, head, keys, tiles, memory);
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 48;");
+    load_tiles<kFormat, false>(a, tile, head, keys, tiles, memory);
+  } else if (threadIdx.x < 256) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 48;");
+    load_tiles<kFormat, true>(a, tile, head, keys, tiles, memory);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
     multiply<kFormat>(a, tile, head, tiles, memory);
