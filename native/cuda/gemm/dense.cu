@@ -68,37 +68,52 @@ __global__ void __launch_bounds__(kWarps * 32) dense_kernel(const __grid_constan
     x[e] = a.x + static_cast<int64_t>(token) * a.x_stride;
   }
   float sum[kTiles][kEights][4] = {};
-  const int end = a.pieces * (warp + 1) / kWarps;
-  for (int piece = a.pieces * warp / kWarps; piece < end; piece++) {
+  // Steps of 16 input elements: the operands of one are on their way while those of the one before
+  // are multiplied.
+  struct Step {
+    float4 x[kEights];
+    uint2 weights[kTiles][2];
+  };
+  const auto load = [&](int at, Step &step) {
+    const int k = (at >> 2) * kPiece + 16 * s + 4 * (at & 3);
+    const bool there = k < cols;
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int k = piece * kPiece + 16 * s + 4 * i;
-      const bool there = k < cols;
-      unsigned b[kEights][3][2];
+    for (int e = 0; e < kEights; e++)
+      step.x[e] = there ? *reinterpret_cast<const float4 *>(x[e] + k) : make_float4(0, 0, 0, 0);
 #pragma unroll
-      for (int e = 0; e < kEights; e++) {
-        float4 v = make_float4(0, 0, 0, 0);
-        if (there) v = *reinterpret_cast<const float4 *>(x[e] + k);
+    for (int t = 0; t < kTiles; t++)
 #pragma unroll
-        for (int part = 0; part < 3; part++) {
-          b[e][part][0] = take_bf16(v.x, v.y);
-          b[e][part][1] = take_bf16(v.z, v.w);
-        }
+      for (int h = 0; h < 2; h++)
+        step.weights[t][h] =
+            there ? *reinterpret_cast<const uint2 *>(rows[t][h] + k) : make_uint2(0, 0);
+  };
+  const auto multiply = [&](Step &step) {
+    unsigned b[kEights][3][2];
+#pragma unroll
+    for (int e = 0; e < kEights; e++)
+#pragma unroll
+      for (int part = 0; part < 3; part++) {
+        b[e][part][0] = take_bf16(step.x[e].x, step.x[e].y);
+        b[e][part][1] = take_bf16(step.x[e].z, step.x[e].w);
       }
 #pragma unroll
-      for (int t = 0; t < kTiles; t++) {
-        uint2 lower = make_uint2(0, 0), upper = make_uint2(0, 0);
-        if (there) {
-          lower = *reinterpret_cast<const uint2 *>(rows[t][0] + k);
-          upper = *reinterpret_cast<const uint2 *>(rows[t][1] + k);
-        }
+    for (int t = 0; t < kTiles; t++)
 #pragma unroll
-        for (int e = 0; e < kEights; e++)
+      for (int e = 0; e < kEights; e++)
 #pragma unroll
-          for (int part = 2; part >= 0; part--)
-            multiply_bf16(sum[t][e], lower, upper, b[e][part][0], b[e][part][1]);
-      }
-    }
+        for (int part = 2; part >= 0; part--)
+          multiply_bf16(sum[t][e], step.weights[t][0], step.weights[t][1], b[e][part][0],
+                        b[e][part][1]);
+  };
+  const int end = a.pieces * (warp + 1) / kWarps * 4;
+  int at = a.pieces * warp / kWarps * 4;
+  Step steps[2];
+  if (at < end) load(at, steps[0]);
+  for (; at < end; at += 2) {  // an even number of them
+    load(at + 1, steps[1]);
+    multiply(steps[0]);
+    if (at + 2 < end) load(at + 2, steps[0]);
+    multiply(steps[1]);
   }
 #pragma unroll
   for (int t = 0; t < kTiles; t++)
