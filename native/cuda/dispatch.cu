@@ -13,10 +13,38 @@ namespace ksl {
 
 namespace {
 
-const Split kNoSplit = {nullptr, 0, 1.0f, 0, false};
+const Split kNoSplit = {nullptr, 0, 1.0f, 0, false, false};
 
 Split split_for(const Group &group, const Split &split) {
   return group.n_packed > 0 ? split : kNoSplit;
+}
+
+// The form of what norms make for these groups.
+Split normed_split(const Backend *b, const Group &group, const Group *other = nullptr) {
+  Split split = b->hidden_split;
+  int packed = 0;
+  split.direct = split.groups > 0 && split.e4m3;
+  for (const Group *g : {&group, other}) {
+    for (int i = 0; g != nullptr && i < g->n_packed; i++, packed++)
+      split.direct = split.direct && g->packed[i].encoding == KSL_ENC_E2M3;
+  }
+  return packed > 0 ? split : kNoSplit;
+}
+// Where their float32 form goes; null: nobody reads it.
+float *normed_floats(const Backend *b, const Group &group, const Group *other = nullptr) {
+  const bool wanted = b->taps || group.n_plain > 0 || (other != nullptr && other->n_plain > 0);
+  return wanted ? b->normed : nullptr;
+}
+// The norm before a layer's mixer. Of the MTP layer two groups read it.
+Split in_split(const Backend *b, int layer) {
+  const LayerWeights &w = b->layers[layer];
+  if (w.kind != KSL_LAYER_FULL) return normed_split(b, w.linear.in);
+  return normed_split(b, w.full.in, layer < b->spec->layers ? nullptr : &w.full.kv);
+}
+float *in_floats(const Backend *b, int layer) {
+  const LayerWeights &w = b->layers[layer];
+  if (w.kind != KSL_LAYER_FULL) return normed_floats(b, w.linear.in);
+  return normed_floats(b, w.full.in, layer < b->spec->layers ? nullptr : &w.full.kv);
 }
 
 SlabPool slabs_of(const Backend *b, int linear) {
@@ -46,7 +74,8 @@ void stage_embed(void *context, int) {
 void stage_in_norm(void *context, int layer) {
   Backend *b = static_cast<Backend *>(context);
   if (!b->normed_ready)
-    norm_columns(b, b->layers[layer].in_norm, b->normed, b->hidden_split, false, false);
+    norm_columns(b, b->layers[layer].in_norm, in_floats(b, layer), in_split(b, layer), false,
+                 false);
   b->normed_ready = false;
 }
 
@@ -56,8 +85,8 @@ void stage_gdn_project(void *context, int layer) {
                             {b->z, b->value_stride, 0},
                             {b->gate_b, b->head_stride, 0},
                             {b->gate_a, b->head_stride, 0}};
-  gemm_group(&b->device, b->layers[layer].linear.in, b->normed, b->hidden_stride, b->hidden_split,
-             outputs, nullptr, b->batch.n);
+  gemm_group(&b->device, b->layers[layer].linear.in, b->normed, b->hidden_stride,
+             in_split(b, layer), outputs, nullptr, b->batch.n);
 }
 
 ConvArgs conv_args(Backend *b, const LinearWeights &w, int linear) {
@@ -156,9 +185,8 @@ void scan_chunks(Backend *b, const LayerWeights &w, const ScanArgs &scan) {
     gdn_chunk_prepare(&b->device, a);
     gdn_chunk_scan(&b->device, a);
   }
-  const ChunkNormArgs n = {b->d_chunks, a.shape.value_heads, b->core,
-                           b->z,        w.linear.norm,       b->value_stride,
-                           b->gated,    scan.split,          scan.eps};
+  const ChunkNormArgs n = {b->d_chunks,     a.shape.value_heads, b->core,    b->z,    w.linear.norm,
+                           b->value_stride, scan.gated,          scan.split, scan.eps};
   gdn_chunk_norm(&b->device, n, b->n_chunks);
 }
 
@@ -173,19 +201,21 @@ void stage_gdn_scan(void *context, int layer) {
   a.gated = b->gated;
   a.split = split_for(w.linear.out, b->value_split);
   if (b->n_short > 0) gdn_scan(&b->device, a, b->n_rows);
+  if (!b->taps && w.linear.out.n_plain == 0) a.gated = nullptr;
   if (b->n_chunks > 0) scan_chunks(b, w, a);
 }
 
-// A product that is added to x, and the norm that follows.
+// A product that is added to x, and the norm that follows. The wide kernels add it themselves.
 void out_and_norm(Backend *b, const Group &group, const float *x, int x_stride, const Split &split,
                   const float *gain, float *out, const Split &out_split, bool zero_first) {
-  const Output output = {b->partials, b->hidden_stride, b->partial_stride};
+  const bool whole = split.groups > 0 && group.n_packed > 0 && !b->taps;
+  const Output output = {whole ? b->x : b->partials, b->hidden_stride, b->partial_stride, whole};
   gemm_group(&b->device, group, x, x_stride, split, &output, nullptr, b->batch.n);
   NormArgs a = {};
   a.x = b->x;
   a.stride = b->hidden_stride;
   a.width = b->spec->hidden;
-  a.add = b->partials;
+  a.add = whole ? nullptr : b->partials;
   // Products of many tokens are whole.
   a.slices = group.n_packed > 0 && split.groups == 0 ? group.packed[0].slices : 1;
   a.slice_stride = b->partial_stride;
@@ -202,8 +232,8 @@ void out_and_norm(Backend *b, const Group &group, const float *x, int x_stride, 
 void stage_gdn_out(void *context, int layer) {
   Backend *b = static_cast<Backend *>(context);
   const LayerWeights &w = b->layers[layer];
-  out_and_norm(b, w.linear.out, b->gated, b->value_stride, b->value_split, w.post_norm, b->normed,
-               split_for(w.gate_up, b->hidden_split), false);
+  out_and_norm(b, w.linear.out, b->gated, b->value_stride, b->value_split, w.post_norm,
+               normed_floats(b, w.gate_up), normed_split(b, w.gate_up), false);
 }
 
 void stage_attn_project(void *context, int layer) {
@@ -212,16 +242,14 @@ void stage_attn_project(void *context, int layer) {
   const Output q = {b->query_gate, b->query_gate_stride, 0};
   const Output kv[] = {{b->k, b->kv_stride, 0}, {b->v, b->kv_stride, 0}};
   const Output all[] = {q, kv[0], kv[1]};
+  const Split split = in_split(b, layer);
   if (layer < b->spec->layers) {
-    gemm_group(&b->device, w.in, b->normed, b->hidden_stride, b->hidden_split, all, nullptr,
-               b->batch.n);
+    gemm_group(&b->device, w.in, b->normed, b->hidden_stride, split, all, nullptr, b->batch.n);
     return;
   }
-  gemm_group(&b->device, w.kv, b->normed, b->hidden_stride, b->hidden_split, kv, nullptr,
-             b->batch.n);
+  gemm_group(&b->device, w.kv, b->normed, b->hidden_stride, split, kv, nullptr, b->batch.n);
   if (!b->kv_only)
-    gemm_group(&b->device, w.in, b->normed, b->hidden_stride, b->hidden_split, &q, nullptr,
-               b->batch.n);
+    gemm_group(&b->device, w.in, b->normed, b->hidden_stride, split, &q, nullptr, b->batch.n);
 }
 
 KvLayer kv_layer(Backend *b, int layer) {
@@ -244,7 +272,7 @@ void stage_attn_heads(void *context, int layer) {
   a.k = b->k;
   a.v = b->v;
   a.kv_stride = b->kv_stride;
-  a.q = b->q;
+  a.q = b->taps || b->stored_q == b->q ? b->q : nullptr;
   a.stored_q = b->stored_q;
   a.q_stride = b->query_stride;
   a.q_norm = w.q_norm;
@@ -255,6 +283,7 @@ void stage_attn_heads(void *context, int layer) {
   a.half = s->rotary_dims / 2;
   a.eps = s->norm_eps;
   a.kv_only = b->kv_only;
+  a.keep_k = b->taps;
   attn_heads(&b->device, a);
 }
 
@@ -262,9 +291,13 @@ void stage_attn_core(void *context, int layer) {
   Backend *b = static_cast<Backend *>(context);
   const ModelSpec *s = b->spec;
   const KvLayer kv = kv_layer(b, layer);
-  const GateArgs gate = {b->query_gate,   b->query_gate_stride,
-                         b->pregate,      b->attn_gated,
-                         b->query_stride, split_for(b->layers[layer].full.out, b->query_split)};
+  const Group &out = b->layers[layer].full.out;
+  const GateArgs gate = {b->query_gate,
+                         b->query_gate_stride,
+                         b->taps ? b->pregate : nullptr,
+                         b->taps || out.n_plain > 0 ? b->attn_gated : nullptr,
+                         b->query_stride,
+                         split_for(out, b->query_split)};
   if (b->attn_tiles) {
     TileArgs a = {};
     a.columns = b->batch;
@@ -322,7 +355,7 @@ void stage_attn_out(void *context, int layer) {
   Backend *b = static_cast<Backend *>(context);
   const LayerWeights &w = b->layers[layer];
   out_and_norm(b, w.full.out, b->attn_gated, b->query_stride, b->query_split, w.post_norm,
-               b->normed, split_for(w.gate_up, b->hidden_split), false);
+               normed_floats(b, w.gate_up), normed_split(b, w.gate_up), false);
 }
 
 void stage_mlp(void *context, int layer) {
@@ -335,8 +368,8 @@ void stage_mlp(void *context, int layer) {
   const Output outputs[] = {{parts ? b->mlp_gate : nullptr, b->mlp_stride, 0},
                             {parts ? b->mlp_up : nullptr, b->mlp_stride, 0}};
   const PairOutput act = {floats ? b->mlp_act : nullptr, b->mlp_stride, act_split};
-  gemm_group(&b->device, w.gate_up, b->normed, b->hidden_stride, b->hidden_split, outputs, &act,
-             b->batch.n);
+  gemm_group(&b->device, w.gate_up, b->normed, b->hidden_stride, normed_split(b, w.gate_up),
+             outputs, &act, b->batch.n);
   if (!pair)
     mlp_act(&b->device, b->mlp_gate, b->mlp_up, b->mlp_act, b->mlp_stride, b->spec->intermediate,
             act_split, b->batch.n);
@@ -356,8 +389,8 @@ void stage_mlp_down(void *context, int layer) {
     out = b->chain;
   } else if (inner) {
     gain = b->layers[layer + 1].in_norm;
-    out = b->normed;
-    split = b->hidden_split;
+    out = in_floats(b, layer + 1);
+    split = in_split(b, layer + 1);
   }
   out_and_norm(b, w.down, b->mlp_act, b->mlp_stride, b->mlp_split, gain, out, split,
                layer == s->layers);

@@ -171,7 +171,7 @@ int make_pools(Backend *b, ksl_error *error) {
 
 Split make_split(Backend *b, int columns, int width, float scale) {
   Split split = {nullptr, divide_up(width, kSuper) * (kSuper / kPiece), scale, 0,
-                 b->config->activations == KSL_ACT_AUTO};
+                 b->config->activations == KSL_ACT_AUTO, false};
   const size_t groups = divide_up(columns, kTileTokens);
   // A panel of the same tokens, one of e4m3 behind it, and what a kernel reads behind the last.
   split.data =

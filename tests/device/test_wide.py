@@ -12,6 +12,7 @@ from kslserve.engine.types import RowKind
 from tests.device.conftest import Opener
 from tests.device.shapes import spec_named, tap_names
 from tests.device.test_parity import F32, LAYERS_TOLERANCE, distance, e4m3
+from tests.device.test_rows import images
 from tests.tiny import tiny_arrays, tiny_tensors, tiny_values
 
 pytestmark = pytest.mark.cuda
@@ -69,9 +70,25 @@ def test_products_depend_on_their_token_alone(opened: Opener, policy: str) -> No
                 np.testing.assert_array_equal(taps[name], expected[name][part], f"{name} {cut}")
 
 
+@pytest.mark.parametrize("policy", ["e2m3", "nvfp4", "mixed", "bf16"])
+def test_waves_without_taps(opened: Opener, policy: str) -> None:
+    """Where nobody watches, what only taps read is not written, and products are added to the
+    residual by their own kernels: the same bits."""
+    spec = spec_named("27b-heads")
+    tensors = tiny_tensors(spec, tiny_arrays(spec), policy)
+    driver = opened(spec, tensors, kv="q4", wave_columns=240, activations="auto")
+    ids = np.random.default_rng(6).integers(0, spec.token_limit, 240).astype(np.int32)
+    watched, plain = driver.begin(0), driver.begin(1)
+    for part in (ids[:131], ids[131:]):
+        watched.run(watched.row(RowKind.PREFILL, part), tap_names(spec))
+        plain.prefill(part)
+    assert images(watched) == images(plain)
+
+
 def test_fp6_products_of_e4m3_activations(opened: Opener) -> None:
     """They are those of the rounded activations, but for sums of 128 products in the matrix units;
-    activations are rounded to e4m3 with the largest power of two a token that saturates nothing."""
+    activations are rounded to e4m3 with the largest power of two a token that saturates nothing:
+    norms at once, others from halves."""
     seed = secrets.randbits(32)
     spec = spec_named("27b-heads")
     arrays = tiny_arrays(spec, seed)
@@ -84,7 +101,6 @@ def test_fp6_products_of_e4m3_activations(opened: Opener) -> None:
     taps = {name: result.taps[f"layers.0.{name}"].reshape(len(ids), -1) for name in names}
 
     def product(x: F32, matrix: str) -> F32:
-        x = x.astype(np.float16).astype(np.float32)
         rounded, _ = e4m3(x)
         weights = values[f"model.layers.0.{matrix}.weight"].astype(np.float64)
         return (rounded.astype(np.float64) @ weights.T).astype(np.float32)

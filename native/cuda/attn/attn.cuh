@@ -24,15 +24,17 @@ struct HeadsArgs {
   int format;
   const float *query_gate;  // [n][heads][2][d]
   int query_gate_stride;
-  float *k;  // normed and rotated in place
+  float *k;  // normed and rotated in place where keep_k
   const float *v;
   int kv_stride;
-  float *q, *stored_q;  // queries, and queries as the stored keys want them (q4: rotated)
+  // Queries, and queries as the stored keys want them: rotated for q4, where q may be null, not
+  // wanted.
+  float *q, *stored_q;
   int q_stride;
   const float *q_norm, *k_norm, *cos, *sin;
   int heads, half;
   float eps;
-  bool kv_only;
+  bool kv_only, keep_k;
 };
 void attn_heads(Device *device, const HeadsArgs &a);
 
@@ -52,7 +54,7 @@ void attn_core(Device *device, const CoreArgs &a);
 struct GateArgs {
   const float *query_gate;
   int query_gate_stride;
-  float *pregate, *gated;
+  float *pregate, *gated;  // null: not wanted
   int stride;
   Split split;
 };
@@ -125,9 +127,10 @@ __device__ inline void gate_store(const GateArgs &o, int column, int head, int i
   const int at = head * d + i;
   const float gate =
       o.query_gate[static_cast<int64_t>(column) * o.query_gate_stride + (2 * head + 1) * d + i];
-  o.pregate[static_cast<int64_t>(column) * o.stride + at] = value;
+  const int64_t to = static_cast<int64_t>(column) * o.stride + at;
+  if (o.pregate != nullptr) o.pregate[to] = value;
   const float gated = value * sigmoid(gate);
-  o.gated[static_cast<int64_t>(column) * o.stride + at] = gated;
+  if (o.gated != nullptr) o.gated[to] = gated;
   if (o.split.data != nullptr) split_store(o.split, column, at, gated);
 }
 
@@ -138,9 +141,10 @@ __device__ inline void gate_store2(const GateArgs &o, int column, int head, int 
   const float2 gate = *reinterpret_cast<const float2 *>(
       o.query_gate + static_cast<int64_t>(column) * o.query_gate_stride + (2 * head + 1) * d + i);
   const int64_t to = static_cast<int64_t>(column) * o.stride + at;
-  *reinterpret_cast<float2 *>(o.pregate + to) = make_float2(first, second);
+  if (o.pregate != nullptr)
+    *reinterpret_cast<float2 *>(o.pregate + to) = make_float2(first, second);
   const float2 gated = make_float2(first * sigmoid(gate.x), second * sigmoid(gate.y));
-  *reinterpret_cast<float2 *>(o.gated + to) = gated;
+  if (o.gated != nullptr) *reinterpret_cast<float2 *>(o.gated + to) = gated;
   if (o.split.data != nullptr) {
     split_store(o.split, column, at, gated.x);
     split_store(o.split, column, at + 1, gated.y);

@@ -144,14 +144,14 @@ __global__ void __launch_bounds__(kWarps * 32)
   }
   if (!key) {
     const int64_t to = static_cast<int64_t>(column) * a.q_stride + query * d + at;
-    save(a.q + to, x);
+    if (a.q != nullptr) save(a.q + to, x);
     if (a.format == KSL_KV_Q4) {
       rotate_lanes(x, lane);
       save(a.stored_q + to, x);
     }
     return;
   }
-  save(k, x);
+  if (a.keep_k) save(k, x);
   float v[kPer];
   load(a.v + static_cast<int64_t>(column) * a.kv_stride + head * d + at, v);
   const int position = a.columns.position[column];
@@ -218,14 +218,14 @@ __global__ void heads_kernel(const __grid_constant__ HeadsArgs a) {
   if (i < d) values[i] = y;
   if (!key) {
     const int64_t at = static_cast<int64_t>(column) * a.q_stride + query * d + i;
-    if (i < d) a.q[at] = y;
+    if (i < d && a.q != nullptr) a.q[at] = y;
     if (a.format == KSL_KV_Q4) {
       rotate(values, i, d);
       if (i < d) a.stored_q[at] = values[i];
     }
     return;
   }
-  if (i < d) k[i] = y;
+  if (i < d && a.keep_k) k[i] = y;
   const KvPlace place = kv_place(a.kv, a.columns.slot[column], position, head);
   uint8_t *k_row = place.base + a.kv.k_offset + static_cast<int64_t>(place.row) * a.kv.k_bytes;
   uint8_t *k_scale =

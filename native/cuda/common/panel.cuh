@@ -57,4 +57,36 @@ __device__ inline void panel_store8(const Panel &to, int token, int k, const flo
         __halves2half2(panel_half(values[i] * to.scale), panel_half(values[i + 1] * to.scale));
 }
 
+// The exponent of the largest power of two that leaves values up to `most` within e4m3's 448.
+__device__ inline int panel8_exponent(float most) {
+  if (!(most > 0)) return 0;
+  const unsigned bits = __float_as_uint(most);
+  const int exponent = 8 - (static_cast<int>(bits >> 23) - 127) - ((bits & 0x7fffff) > 0x600000);
+  return exponent < 100 ? exponent : 100;
+}
+
+// 16-byte chunk `i` of the four that a token's row of one half of 64 elements has.
+__device__ inline int panel8_chunk(int token, int half, int i) {
+  return ((half * 4 + i) ^ (token & 7)) * 16;
+}
+
+// Eight elements from k on, a multiple of 8, times a power of two.
+__device__ inline void panel8_store8(const Panel8 &to, int token, int k, const float (&values)[8],
+                                     float scale) {
+  uint8_t *row = to.data + (static_cast<int64_t>(k >> 7) * to.groups + (token >> 3)) * 1024 +
+                 (token & 7) * 128 + (k >> 4 & 3) * 4;
+#pragma unroll
+  for (int i = 0; i < 8; i += 4) {
+    unsigned short low, high;  // elements 2 and 0, 3 and 1: see quantize.cu
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
+        : "=h"(low)
+        : "f"(values[i] * scale), "f"(values[i + 2] * scale));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
+        : "=h"(high)
+        : "f"(values[i + 1] * scale), "f"(values[i + 3] * scale));
+    *reinterpret_cast<unsigned *>(row + panel8_chunk(token, k >> 6 & 1, ((k & 15) + i) >> 2)) =
+        low | static_cast<unsigned>(high) << 16;
+  }
+}
+
 }  // namespace ksl

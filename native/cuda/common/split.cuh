@@ -1,9 +1,9 @@
 // Activations as the matrix kernels read them, one half per value.
 //
-// Waves of few tokens: in the order of the B fragments of an m16n8k16 product, so that the fragments
-// of eight tokens and 256 input elements are 4 KiB in one piece. Of 64 input elements a lane (token
-// n = lane / 4, s = lane % 4) holds the 16 from 16 s on, as two parts of 8. Waves of many tokens: a
-// panel, in the same memory.
+// Waves of few tokens: in the order of the B fragments of an m16n8k16 product, so that the
+// fragments of eight tokens and 256 input elements are 4 KiB in one piece. Of 64 input elements a
+// lane (token n = lane / 4, s = lane % 4) holds the 16 from 16 s on, as two parts of 8. Waves of
+// many tokens: a panel, in the same memory.
 #pragma once
 #include "panel.cuh"
 
@@ -19,6 +19,7 @@ struct Split {
   float scale;   // a power of two that is multiplied in
   int groups;    // 0, or `data` is a panel of so many eights of tokens
   bool e4m3;     // FP6 weights take a panel as e4m3
+  bool direct;   // its readers all do: who has a whole token writes that at once
 };
 
 __host__ __device__ inline Panel panel_of(const Split &split) {
@@ -26,7 +27,7 @@ __host__ __device__ inline Panel panel_of(const Split &split) {
 }
 
 // Behind the panel, in the same memory.
-inline Panel8 panel8_of(const Split &split) {
+__host__ __device__ inline Panel8 panel8_of(const Split &split) {
   const int64_t bytes = static_cast<int64_t>(split.pieces) * split.groups * 1024;
   uint8_t *data = reinterpret_cast<uint8_t *>(split.data);
   return {data + bytes, split.groups, reinterpret_cast<float *>(data + bytes / 2 * 3)};

@@ -59,7 +59,7 @@ struct ChunkNormArgs {
   int heads;
   const float *core, *z, *norm;
   int stride;
-  float *gated;
+  float *gated;  // null: not wanted
   Split split;
   float eps;
 };

@@ -124,7 +124,8 @@ __global__ void __launch_bounds__(kWarps * 32)
       const float4 y =
           make_float4(o[k].x * r * gain.x * silu(z[k].x), o[k].y * r * gain.y * silu(z[k].y),
                       o[k].z * r * gain.z * silu(z[k].z), o[k].w * r * gain.w * silu(z[k].w));
-      *reinterpret_cast<float4 *>(a.gated + static_cast<int64_t>(column) * a.stride + dim) = y;
+      if (a.gated != nullptr)
+        *reinterpret_cast<float4 *>(a.gated + static_cast<int64_t>(column) * a.stride + dim) = y;
       if (a.split.data != nullptr) {
         split_store(a.split, column, dim, y.x);
         split_store(a.split, column, dim + 1, y.y);

@@ -1,7 +1,7 @@
 // Products of activations with weights, y[token][row] = sum_k x[token][k] w[row][k].
 //
-// Four kinds. `stream` takes FP6 and NVFP4 weights in fragment order through tensor cores; `wide` does
-// the same for waves of many tokens, with activations in halves or e4m3; `plain` decodes any
+// Four kinds. `stream` takes FP6 and NVFP4 weights in fragment order through tensor cores; `wide`
+// does the same for waves of many tokens, with activations in halves or e4m3; `plain` decodes any
 // encoding and multiplies in float32; `dense` does bf16 for many tokens, equally exact. In each an
 // output element has one order of additions, whatever else is computed beside it.
 #pragma once
@@ -20,6 +20,7 @@ struct Output {
   float *y;
   int stride;
   int64_t slice_stride;  // from the sums of one slice to those of the next
+  bool add = false;      // to what is there: wide kernels alone
 };
 
 // Rows of one matrix inside a packed group: tiles [first, first + tiles) of 16 rows.

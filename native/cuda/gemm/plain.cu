@@ -64,7 +64,7 @@ void gemm_group(Device *device, const Group &group, const float *x, int x_stride
   for (int i = 0; i < group.n_packed; i++) {
     const Packed &m = group.packed[i];
     if (split.groups > 0 && m.encoding == KSL_ENC_E2M3 && split.e4m3) {
-      if (!quantized)
+      if (!quantized && !split.direct)
         quantize_panel(device, panel_of(split), panel8_of(split), split.pieces, tokens);
       quantized = true;
       wide_product8(device, m, panel8_of(split), outputs, pair, tokens);

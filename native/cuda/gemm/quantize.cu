@@ -45,13 +45,7 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   const float largest = block_max(fmaxf(__low2float(most), __high2float(most)), scratch);
-  // The largest scale, a power of two, that leaves all within 448.
-  int exponent = 0;
-  if (largest > 0) {
-    const unsigned bits = __float_as_uint(largest);
-    exponent = 8 - (static_cast<int>(bits >> 23) - 127) - ((bits & 0x7fffff) > 0x600000);
-    exponent = min(exponent, 30);
-  }
+  const int exponent = min(panel8_exponent(largest), 30);
   // Two factors: a half holds neither every scale nor a product in between.
   const int first = exponent / 2;
   const __half2 a = __float2half2_rn(__int_as_float((127 + first) << 23));
@@ -71,7 +65,7 @@ __global__ void __launch_bounds__(kThreads)
       made[s] = to_e4m3(__byte_perm(v, u, 0x5410), __byte_perm(v, u, 0x7632));
     }
     *reinterpret_cast<uint4 *>(out + (piece >> 1) * piece_bytes +
-                               (((piece & 1) * 4 + i) ^ swap) * 16) =
+                               panel8_chunk(token, piece & 1, i)) =
         make_uint4(made[0], made[1], made[2], made[3]);
   }
   if (threadIdx.x == 0) to.inverse[token] = __int_as_float((127 - exponent) << 23) / from.scale;

@@ -170,6 +170,11 @@ __device__ void wide_fetch(const WideArgs &a, unsigned shared, Ring x, Ring w, u
   }
 }
 
+// To memory that one thread alone adds to, without waiting.
+__device__ inline void add_global(float *to, float value) {
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to), "f"(value) : "memory");
+}
+
 // Writes what a lane has of a tile: rows g and g + 8, two tokens of every eight.
 template <int kColumns>
 __device__ inline void wide_store(const WideArgs &a, int tile, int token, int lane,
@@ -182,6 +187,7 @@ __device__ inline void wide_store(const WideArgs &a, int tile, int token, int la
   const float high = a.x_inverse * a.scale[tile * 16 + g + 8];
   const bool first = row < a.parts[part].rows, second = row + 8 < a.parts[part].rows;
   const int stride = a.outputs[part].stride;
+  const bool add = a.outputs[part].add;
   token += 2 * (lane & 3);
   float *y = a.outputs[part].y + static_cast<int64_t>(token) * stride + row;
 #pragma unroll
@@ -190,8 +196,14 @@ __device__ inline void wide_store(const WideArgs &a, int tile, int token, int la
     for (int e = 0; e < 2; e++) {
       if (token + i * 8 + e >= a.tokens) continue;
       float *to = y + static_cast<int64_t>(i * 8 + e) * stride;
-      if (first) to[0] = sum[i * 4 + e] * low;
-      if (second) to[8] = sum[i * 4 + 2 + e] * high;
+      const float x = sum[i * 4 + e] * low, z = sum[i * 4 + 2 + e] * high;
+      if (add) {
+        if (first) add_global(to, x);
+        if (second) add_global(to + 8, z);
+      } else {
+        if (first) to[0] = x;
+        if (second) to[8] = z;
+      }
     }
   }
 }

@@ -5,8 +5,7 @@ namespace ksl {
 
 namespace {
 
-// Elements that a thread takes at once, and how often.
-constexpr int kRun = 8, kPasses = 2;
+constexpr int kRun = 8;  // elements that a thread takes at once, kPasses times
 
 __device__ inline void load8(const float *p, float (&v)[kRun]) {
   const float4 a = *reinterpret_cast<const float4 *>(p);
@@ -26,7 +25,8 @@ __device__ inline void store8(float *p, const float (&v)[kRun]) {
 }
 
 // Rows are padded to 16 elements, so whole runs may be read; what lies behind the width stays zero.
-__global__ void norm_kernel(const __grid_constant__ NormArgs a) {
+template <int kPasses>
+__global__ void __launch_bounds__(1024) norm_kernel(const __grid_constant__ NormArgs a) {
   begin_chained();
   __shared__ float scratch[32];
   const int column = blockIdx.x;
@@ -59,25 +59,41 @@ __global__ void norm_kernel(const __grid_constant__ NormArgs a) {
   if (a.gain == nullptr) return;
   const float r = 1.0f / sqrtf(block_sum(square, scratch) / static_cast<float>(a.width) + a.eps);
   const bool zero = a.zero_at != nullptr && a.zero_at[column] == 0;
+  float most = 0;
 #pragma unroll
   for (int pass = 0; pass < kPasses; pass++) {
     const int i = (pass * blockDim.x + threadIdx.x) * kRun;
     if (i >= a.width) continue;
-    float gain[kRun], v[kRun];
+    float gain[kRun], (&v)[kRun] = x[pass];
     load8(a.gain + i, gain);
 #pragma unroll
-    for (int k = 0; k < kRun; k++)
-      v[k] = zero || i + k >= a.width ? 0.0f : x[pass][k] * r * gain[k];
+    for (int k = 0; k < kRun; k++) {
+      v[k] = zero || i + k >= a.width ? 0.0f : v[k] * r * gain[k];
+      most = fmaxf(most, fabsf(v[k]));
+    }
     if (a.out != nullptr) store8(a.out + static_cast<int64_t>(column) * a.out_stride + i, v);
-    if (a.split.data != nullptr) split_store8(a.split, column, i, v);
+    if (a.split.data != nullptr && !a.split.direct) split_store8(a.split, column, i, v);
   }
+  if (!a.split.direct) return;
+  const Panel8 to = panel8_of(a.split);
+  const int exponent = panel8_exponent(block_max(most, scratch));
+  const float scale = __int_as_float((127 + exponent) << 23);
+#pragma unroll
+  for (int pass = 0; pass < kPasses; pass++) {
+    const int i = (pass * blockDim.x + threadIdx.x) * kRun;
+    if (i < a.width) panel8_store8(to, column, i, x[pass], scale);
+  }
+  if (threadIdx.x == 0) to.inverse[column] = __int_as_float((127 - exponent) << 23);
 }
 
 }  // namespace
 
 void add_norm(Device *device, const NormArgs &a, int columns) {
   const int threads = divide_up(a.width, kRun) > 1024 ? 1024 : padded32(divide_up(a.width, kRun));
-  KSL_CHAIN(device, "norm", norm_kernel, columns, threads, a);
+  if (a.width <= threads * kRun)
+    KSL_CHAIN(device, "norm", norm_kernel<1>, columns, threads, a);
+  else
+    KSL_CHAIN(device, "norm", norm_kernel<2>, columns, threads, a);
 }
 
 }  // namespace ksl
