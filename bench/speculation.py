@@ -12,11 +12,11 @@ goes first changes. A pair is one pass over the batches; the cell prints the med
 ratios of tokens per second and its 95 % interval, tokens per wave and row, and the part of the
 drafts that came true. The pairs before the first one that counts warm up, as a server would be.
 
-Texts: `code` goes on with a file of similar functions, greedy; `chat` answers the golden prompts
-with the family's default sampling, and goes on where they end; `random` samples so hot from random
-ids that nothing can be foreseen. `--acceptance`: see bench/drafts.py. `--device` is for models
-without data: what verify waves and MTP drafts cost beside plain waves, and the rate that follows
-where 0, 50 and 80 % of the drafts come true, which is forced.
+Texts: `code` writes a file of similar functions once more, greedily; `chat` answers the golden
+prompts with the family's default sampling, and goes on where they end; `random` samples so hot from
+random ids that nothing can be foreseen. `--acceptance`: see bench/drafts.py. `--device` is for
+models without data: what verify waves and MTP drafts cost beside plain waves, and the rate that
+follows where 0, 50 and 80 % of the drafts come true, which is forced.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ FUNCTION = """def get_{0}(config):
 
 """
 NAMES = ("host", "port", "user", "path", "timeout", "retries")
+BEGUN = 40  # characters
 WARM_UP = 2  # pairs
 POLICIES = {
     "auto": SpecPolicy(),
@@ -93,7 +94,7 @@ def batches_of(
                 turn = number % len(NAMES)
                 names = NAMES[turn:] + NAMES[:turn]
                 text = "".join(FUNCTION.format(name) for name in names)
-                prompt = np.array(tokenizer.encode(text), np.int32)
+                prompt = np.array(tokenizer.encode(2 * text + text[:BEGUN]), np.int32)
             elif kind == "chat":
                 prompt = golden[number % len(golden)]
             else:

@@ -111,6 +111,15 @@ class Outgoing:
                 n += len(drafter.lanes)
         return n
 
+    def draft(self) -> bool:
+        """Whether the rows that stand are to be planned anew, since some of them could draft."""
+        return self.speculator is not None and self.speculator.wants(self.sequences)
+
+    @property
+    def drafting(self) -> bool:
+        """Some of the rows may draft in the next wave."""
+        return self.speculator is not None and self.speculator.awake(self.sequences)
+
     @property
     def empty(self) -> bool:
         """The planned wave does nothing: all rows wait for their masks."""

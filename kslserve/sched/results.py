@@ -35,6 +35,7 @@ class Results:
         self._outgoing = outgoing
         self._cost = cost
         self._metrics = metrics
+        self._drafting = False  # some of the rows may have had drafts
         self._ended_ns = 0  # when the last wave ended, on the engine's clock
 
     def apply(self, done: Done) -> None:
@@ -45,6 +46,7 @@ class Results:
             roster.due = True
         if roster.entrance.waiting:
             roster.due = True
+        self._drafting = self._speculator is not None and not self._speculator.napping
         prompt = sampled = decoding = spoken = 0
         for sequence, result in zip(outgoing.sequences, done.rows, strict=True):
             if sequence.state is State.ENDED:
@@ -76,12 +78,13 @@ class Results:
         aim its next row behind the last of them."""
         tokens = result.tokens
         drafter, speculator = sequence.drafter, self._speculator
-        if drafter is not None and speculator is not None:
+        if drafter is not None and self._drafting and drafter.engaged:
+            assert speculator is not None
             if sequence.row.kind is RowKind.VERIFY:
                 self._metrics.rounds.inc()
                 self._metrics.drafts["drafted"].inc(sequence.row.n - 1)
                 self._metrics.drafts["committed"].inc(result.accepted)
-            self._outgoing.steady &= not speculator.learn(sequence, drafter, result)
+            speculator.learn(sequence, drafter, result)
         if tokens:
             sequence.rounds += 1
             self._roster.outbox.spoken.append((sequence, result))
@@ -128,9 +131,11 @@ class Results:
         outgoing = self._outgoing
         if not outgoing.moves:
             self._cost.observe(outgoing.columns, outgoing.prompt, ms - done.drafts_ns / 1e6)
-        if self._speculator is not None:
+        if self._drafting:
+            assert self._speculator is not None
             plain = not (outgoing.moves or outgoing.prompt)
-            self._speculator.wave(done, outgoing.sequences, outgoing.columns, plain)
+            since_ns = done.ended_ns - self._ended_ns
+            self._speculator.wave(done, since_ns, outgoing.sequences, outgoing.columns, plain)
         metrics = self._metrics
         metrics.wave.observe(ms / 1e3)
         metrics.waves.inc()

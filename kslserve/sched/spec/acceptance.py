@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
-OWN_RATE = 1 / 8  # weight of one outcome in the average of a sequence
+OWN_RATE = 1 / 16  # weight of one outcome in the average of a sequence
 ALL_RATE = 1 / 64  # and in that of all of them
 MATCHES = (3, 4, 6, 8, 12, 20, 32)  # least lengths of the classes of matches
 # Cautious for short matches; of long ones most come true in any text.

@@ -1,38 +1,50 @@
-"""What waves cost: measured times of waves without prompts, by rows and columns, and of MTP drafts.
+"""What waves cost: times from the end of the wave before to the end of a wave without prompts, by
+rows and columns, so with what the host needs for it; and times of MTP drafts.
 
-Times of single waves jump up, and all of them change when contexts grow or the machine gets busy.
-So a figure follows shorter times at once and longer ones slowly; plain waves, which all others are
-compared with, are measured again now and then, and soon where the others take other times than they
-used to; and a figure that was not measured for long is not believed any more."""
+Times of single waves jump up, by much, and all of them change when contexts grow or the machine
+gets busy. So a figure follows the median of what is measured, a small step at a time, and larger
+ones while all are on one side of it; figures of more columns are bounds for those of fewer; plain
+waves, which all others are compared with, are measured again now and then, and soon where the
+others take other times than they used to; and a figure that was not measured for long is not
+believed any more."""
 
 from __future__ import annotations
 
-DOWN, UP = 0.5, 0.25  # weights of a new measurement that is lower, and higher, than expected
-CLIP = 1.5  # a measurement counts as at most so many times what was expected
+STEP = 0.06  # most that one measurement moves a figure, as a part of it
+RUN = 3  # measurements on one side after which each further one moves it twice as far
+STEP_MAX = 0.5
 PLAIN_FIRST = 3  # plain waves that are timed before anything is drafted beside so many rows
 PLAIN_EVERY = 64  # waves after which a plain one is due
-SURPRISE, SOON = 0.2, 4  # the same where times are off by this part on the average
+SURPRISE, SOON = 0.12, 12  # the same where times are off by this part on the average
+SEEN = 0.125  # weight of a new measurement in that average
+OFF_MAX = 0.2  # most that one is off in it
 SURE = 3  # measurements of which the least counts: the first ones of a shape are slow
 HOPE = 0.07  # part by which a figure is taken lower for each measurement that it is short of SURE
-STALE = 1024  # waves after which a figure is measured again before it is believed
-GUESS = 0.15  # of the time of a plain wave: what each further column is thought to cost at first
+STALE = 512  # waves after which a figure is measured again before it is believed
+GUESS = 0.25  # of the time of a plain wave: what each further column is thought to cost at first
+FRESH = 8  # waves for which a table of the figures serves, once they are sure
 
 
 class _Figure:
-    __slots__ = ("count", "ms", "seen")
+    """run: measurements in a row that were all higher, or all lower (then negative)."""
+
+    __slots__ = ("count", "ms", "run", "seen")
 
     def __init__(self, ms: float) -> None:
         self.ms = ms
         self.count = 1
+        self.run = 0
         self.seen = 0
 
     def observe(self, ms: float) -> None:
         self.count += 1
         if self.count <= SURE:
             self.ms = min(self.ms, ms)
-        else:
-            rate = DOWN if ms < self.ms else UP
-            self.ms += rate * (min(ms, CLIP * self.ms) - self.ms)
+            return
+        up = ms > self.ms
+        self.run = (max(self.run, 0) + 1) if up else (min(self.run, 0) - 1)
+        step = min(STEP * (1 << min(max(abs(self.run) - RUN, 0), 8)), STEP_MAX)
+        self.ms = min(max(ms, (1.0 - step) * self.ms), (1.0 + step) * self.ms)
 
 
 class RowCosts:
@@ -40,7 +52,9 @@ class RowCosts:
     kept in milliseconds, the others as multiples of it: what changes all of them leaves those
     alone."""
 
-    __slots__ = ("_figures", "_known", "_plain_off", "_surprise", "_waves", "rows")
+    __slots__ = (
+        "_figures", "_known", "_least", "_surprise", "_table", "_table_until", "_waves", "rows",
+    )  # fmt: skip
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -48,7 +62,9 @@ class RowCosts:
         self._known: list[int] = []  # columns that were measured, ascending
         self._waves = 0
         self._surprise = 0.0  # how far times are from what was expected, since the last plain wave
-        self._plain_off = 0.0  # and how far that one was
+        self._table: list[float] = []
+        self._table_until = 0
+        self._least = 0.0
 
     @property
     def plain_due(self) -> bool:
@@ -57,8 +73,8 @@ class RowCosts:
         if figure is None or figure.count < PLAIN_FIRST:
             return True
         since = self._waves - figure.seen
-        off = max(abs(self._surprise), abs(self._plain_off))
-        return since >= (SOON if off > SURPRISE else PLAIN_EVERY)
+        changed = abs(self._surprise) > SURPRISE or abs(figure.run) > RUN
+        return since >= (SOON if changed else PLAIN_EVERY)
 
     def observe(self, columns: int, ms: float) -> None:
         self._waves += 1
@@ -72,26 +88,48 @@ class RowCosts:
             self._known = sorted(self._figures)
         else:
             if figure.count >= SURE:
-                off = min(ms / figure.ms, CLIP) - 1.0
+                off = min(max(ms / figure.ms - 1.0, -OFF_MAX), OFF_MAX)
                 if columns == self.rows:
-                    self._surprise, self._plain_off = 0.0, off
+                    self._surprise = 0.0
                 else:
-                    self._surprise += UP * (off - self._surprise)
+                    self._surprise += SEEN * (off - self._surprise)
             figure.observe(ms)
         figure.seen = self._waves
+        if figure.count <= SURE:
+            self._table_until = 0
 
     def ms(self, columns: int) -> float:
         """Expected time of a wave; measured plain waves are a condition. Hopeful where little was
         measured, or it would never be."""
         plain = self._figures[self.rows].ms
-        if columns == self.rows:
-            return plain
+        return plain if columns == self.rows else plain * self._multiple(columns)
+
+    def table(self, most: int, gain: float) -> tuple[list[float], float]:
+        """Expected times of waves by their columns, up to `most` drafts. And the tokens that each
+        draft must promise to be worth anything: if all of some number of them promised as much, the
+        wave would just gain `gain` over a plain one."""
+        rows = self.rows
+        if self._waves >= self._table_until or len(self._table) != rows + most + 1:
+            self._table_until = self._waves + FRESH
+            plain = self.ms(rows)
+            times = [self.ms(rows + n) for n in range(1, most + 1)]
+            # A wave of more columns does not take less.
+            for n in range(most - 2, -1, -1):
+                times[n] = min(times[n], times[n + 1])
+            self._table = [plain] * (rows + 1) + [max(plain, ms) for ms in times]
+            self._least = min(
+                (rows * (gain * ms / plain - 1.0) / n for n, ms in enumerate(times, start=1)),
+                default=2.0,
+            )
+        return self._table, self._least
+
+    def _multiple(self, columns: int) -> float:
         figure = self._figures.get(columns)
         if figure is None or self._waves - figure.seen >= STALE:
-            return plain * self._between(columns)
+            return self._between(columns)
         if figure.count >= SURE:
-            return plain * figure.ms
-        return plain * max(1.0, figure.ms * (1.0 - HOPE * (SURE - figure.count)))
+            return figure.ms
+        return max(1.0, figure.ms * (1.0 - HOPE * (SURE - figure.count)))
 
     def _between(self, columns: int) -> float:
         """The multiple on the line between the nearest columns that were measured, or beyond the

@@ -2,12 +2,14 @@
 
 Verifying one more draft costs time for all rows of a wave and gains its probability of coming true
 for one. The best number is where the tokens per time are most; it is none unless that is better
-than plain decode by GAIN, since estimates err."""
+than plain decode by GAIN. Chances count for a part of what they promise, since drafts are chosen
+for being promising: estimates that err upwards are taken more often than others."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+TRUST = 0.8  # of an estimated chance
 GAIN = 1.05  # least gain over plain decode for which anything is drafted
 
 
@@ -20,13 +22,13 @@ def choose_lanes(
     of a wave by its columns, of which plain rows are `rows`. most: drafts of the wave.
     """
     counts = [0] * len(survival)
-    ranked = sorted(
-        ((p, i) for i, chances in enumerate(survival) for p in chances), key=lambda lane: -lane[0]
-    )
+    ranked = [(p, i) for i, chances in enumerate(survival) for p in chances]
+    if len(survival) > 1:
+        ranked.sort(key=lambda lane: -lane[0])
     best, best_n = GAIN * rows / ms(rows), 0
     expected = float(rows)
     for n, (chance, _) in enumerate(ranked[:most], start=1):
-        expected += chance
+        expected += TRUST * chance
         rate = expected / ms(rows + n)
         if rate > best:
             best, best_n = rate, n
@@ -53,7 +55,7 @@ def choose_depths(
     best, best_n = GAIN * rows / ms(rows), 0
     expected, drafting = float(rows), 0.0
     for n, (chance, depth, _) in enumerate(ranked[:most], start=1):
-        expected += chance
+        expected += TRUST * chance
         if depth == len(taking):
             taking.append(0)
         drafting -= step_ms(taking[depth]) if taking[depth] else 0.0

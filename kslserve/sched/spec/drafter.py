@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kslserve.engine.types import RowDone
+from kslserve.engine.types import DRAFT_MAX, RowDone
 from kslserve.sched.sequence import Sequence
 from kslserve.sched.spec.acceptance import (
     DEPTH_CLASSES,
@@ -23,11 +23,16 @@ from kslserve.sched.spec.index import SuffixIndex
 from kslserve.sched.spec.ladder import Ladder
 
 STRONG_LENGTH, STRONG = 12, 0.8  # a match that makes MTP drafts superfluous
-PROBE_FIRST, PROBE_LAST = 32, 512  # waves between probes of MTP drafts that do not pay
+PROBE_FIRST, PROBE_LAST = 32, 2048  # waves between probes of MTP drafts that do not pay
 PROBE_DEPTH = 2
+CATCH_UP = 1 + DRAFT_MAX  # more tokens than a wave samples are taken in at once, unasked
+STAKE = 3.0  # plain waves that drafts may cost, or have to save, before that has consequences
+KEEP = 0.97  # weight of the past in that account
+PAUSE_FIRST, PAUSE_LAST = 32, 2048  # waves
 DEEPER_EVERY = 16  # rounds after which a chain is tried one draft deeper
 IDLE_MAX = 8  # waves without drafts after which only some waves are looked at
-ASLEEP_MAX = 16  # most waves between two looks
+ASLEEP_MAX = 64  # most waves between two looks
+PATIENCE = 8  # waves after which a chain that did not pay is weighed again
 
 
 @dataclass(slots=True)
@@ -49,19 +54,46 @@ class DraftStats:
         return self.ngram_accepted + self.mtp_accepted
 
 
+class Patience:
+    """What sequences teach each other: where drafts do not pay in one of them they hardly will in
+    the next one. every: waves from one probe of MTP drafts to the next. pause: waves without drafts
+    after some that cost more than they gained."""
+
+    __slots__ = ("every", "pause")
+
+    def __init__(self) -> None:
+        self.every = PROBE_FIRST
+        self.pause = PAUSE_FIRST
+
+    def lost(self) -> None:
+        self.pause = min(2 * self.pause, PAUSE_LAST)
+
+    def gained(self) -> None:
+        self.pause = max(self.pause // 2, PAUSE_FIRST)
+
+    def missed(self) -> None:
+        self.every = min(2 * self.every, PROBE_LAST)
+
+    def paid(self) -> None:
+        self.every = PROBE_FIRST
+
+
 class Drafter:
     """index: None until the first token was sampled, or without n-gram drafts. chain: averages of
     MTP drafts, None without them. held: MTP drafts for the next positions. tokens, survival: the
     offered chain; own: how many at its beginning are MTP's. lanes: those of it that the next row
-    verifies; propose: MTP drafts to make after it. asleep: waves for which it is left alone, since
-    nothing was worth drafting for long and looking costs time."""
+    verifies; propose: MTP drafts to make after it. asleep_until: the wave at which it is looked at
+    again, since nothing was worth drafting for long and looking costs time."""
 
     __slots__ = (
-        "_deeper", "_idle", "_probe_every", "_probe_in", "asleep", "chain", "held", "index",
-        "ladder", "lanes", "matches", "own", "propose", "stats", "survival", "tokens",
+        "_deeper", "_idle", "_patience", "_probe_in", "_saved", "_wait", "asleep_until", "chain",
+        "held", "index", "ladder", "lanes", "matches", "own", "propose", "stats", "survival",
+        "tokens",
     )  # fmt: skip
 
-    def __init__(self, matches: Averages | None, chain: Averages | None, lanes: int) -> None:
+    def __init__(
+        self, matches: Averages | None, chain: Averages | None, patience: Patience, lanes: int
+    ) -> None:
         self.matches = matches.child() if matches is not None else None
         self.chain = chain.child() if chain is not None else None
         self.ladder = Ladder(lanes)
@@ -73,15 +105,23 @@ class Drafter:
         self.own = 0
         self.lanes: list[int] = []
         self.propose = 0
-        self._probe_every = self._probe_in = PROBE_FIRST
+        self._patience = patience
+        self._saved = 0.0
+        self._probe_in = patience.every
         self._deeper = 0
         self._idle = 0
-        self.asleep = 0
+        self._wait = 0
+        self.asleep_until = 0
 
     @property
     def live(self) -> bool:
         """It may draft again."""
         return self.ladder.depth > 0
+
+    @property
+    def engaged(self) -> bool:
+        """What the next wave samples tells something of its drafts."""
+        return bool(self.lanes or self.held or self.propose)
 
     # ------------------------------------------------------------ before a wave
 
@@ -95,10 +135,36 @@ class Drafter:
             ids = np.concatenate([prompt, np.array(sequence.output, np.int32)])
             self.index = SuffixIndex(ids, len(prompt) + sequence.limit)
             return
-        for token in sequence.output[len(index) - len(prompt) :]:
+        output, done = sequence.output, len(index) - len(prompt)
+        if len(output) - done > CATCH_UP:
+            index.extend(output[done:])
+            return
+        for token in output[done:]:
             if index.at:
                 matches.note(match_class(index.length), index.predicted == token)
             index.append(token)
+
+    def matched(self, least: float) -> bool:
+        """Whether the index predicts something, with at least that probability."""
+        index, matches = self.index, self.matches
+        if index is None or matches is None or not index.at or self.held:
+            return False
+        return matches.values[match_class(index.length)] >= least
+
+    def hopeful(self, least: float) -> bool:
+        """Whether it is worth while to plan MTP drafts, the first of which must come true with at
+        least that probability."""
+        if self.held:
+            return True
+        if self.chain is None:
+            return False
+        self._probe_in -= 1
+        if self._probe_in <= 0:
+            return True
+        if self._wait:
+            self._wait -= 1
+            return False
+        return self.chain.values[0] >= least
 
     def offer(self, most: int, least: float = LEAST) -> None:
         """Set the best chain of at most `most` drafts: what MTP drafted and what the index adds to
@@ -153,25 +219,42 @@ class Drafter:
         if self.chain is None or depth >= most:
             pass
         elif depth:
-            self._probe_every = self._probe_in = PROBE_FIRST
+            self._patience.paid()
+            self._probe_in = PROBE_FIRST
             self._deeper += 1
             if self._deeper % DEEPER_EVERY == 0:
                 self.propose = depth + 1
         else:
-            self._probe_in -= 1
+            self._wait = PATIENCE
             if self._probe_in <= 0 and not self.held:
-                self._probe_every = self._probe_in = min(2 * self._probe_every, PROBE_LAST)
+                self._patience.missed()
+                self._probe_in = self._patience.every
                 self.propose = min(PROBE_DEPTH, most)
 
-    def doze(self) -> None:
-        """It was aimed: after some waves without drafts, sleep for longer and longer."""
+    def settle(self, saved: float, wave: int) -> None:
+        """A wave with drafts of it saved so much, in waves without drafts. Whatever was expected:
+        when they have cost too much, there are none for a while."""
+        self._saved = KEEP * self._saved + saved
+        if self._saved < -STAKE:
+            self._saved = 0.0
+            self._patience.lost()
+            self.asleep_until = wave + self._patience.pause
+            self.held = []
+        elif self._saved > STAKE:
+            self._saved = 0.0
+            self._patience.gained()
+
+    def doze(self, wave: int) -> None:
+        """It was looked at before this wave: after some waves without drafts, sleep for longer and
+        longer."""
         if self.lanes or self.propose or self.held:
             self._idle = 0
             return
         self._idle += 1
         if self._idle >= IDLE_MAX:
-            self.asleep = min(1 << (self._idle - IDLE_MAX), ASLEEP_MAX)
-            self._probe_in -= self.asleep
+            waves = min(1 << min(self._idle - IDLE_MAX, 16), ASLEEP_MAX)
+            self.asleep_until = wave + 1 + waves
+            self._probe_in -= waves
 
     def fit(self, room: int, samples: bool) -> None:
         """There are blocks for so many positions beyond those of the plain row, which samples or

@@ -18,6 +18,7 @@ from kslserve.engine.types import Ids
 
 SHORT, LONG = 3, 8  # tokens that are hashed
 LOOK_BACK = 64  # a match that was looked up is measured up to this length
+SPARSE = 8  # every such place of tokens that come at once is kept
 KNOWN = 1 << 16  # newest places of a long history that are kept
 _FACTOR = 0x9E3779B1
 _MIX = 0x85EBCA6B
@@ -69,12 +70,16 @@ class SuffixIndex:
 
     def append(self, token: int) -> None:
         """One more token of the history."""
-        tokens = self._tokens
-        if self.at and tokens[self.at] == token:
+        if self.at and self._tokens[self.at] == token:
             self.at += 1
             self.length += 1
         else:
             self.at = self.length = 0
+        self._push(token)
+        self._look()
+
+    def _push(self, token: int) -> None:
+        tokens = self._tokens
         tokens.append(token)
         if len(tokens) > LONG:
             # Both hashes move on by one token: the new one enters, the oldest one leaves.
@@ -87,6 +92,27 @@ class SuffixIndex:
         else:
             self._hash_short = _raw(tokens, SHORT)
             self._hash_long = _raw(tokens, LONG)
+
+    def extend(self, tokens: Items[int]) -> None:
+        """Many more at once. That is much cheaper than one by one, since few of them become places;
+        so the last few ends, of which one is such a place if the text was here before, are all
+        looked up."""
+        if not tokens:
+            return
+        own, shift = self._tokens, self._shift
+        first = len(own)
+        own.extend(tokens)
+        last = len(own)
+        self.at = self.length = 0
+        for end in range(max(LONG, last - SPARSE + 1), last):
+            at = self._long[_mix(_raw(own[end - LONG : end], LONG)) >> shift]
+            if at:
+                self._try(at + last - end, LONG)
+        for end in range(max(first, LONG), last, SPARSE):
+            tail = own[end - LONG : end]
+            self._long[_mix(_raw(tail, LONG)) >> shift] = end
+            self._short[_mix(_raw(tail, SHORT)) >> shift] = end
+        self._hash_short, self._hash_long = _raw(own, SHORT), _raw(own, LONG)
         self._look()
 
     def draft(self, n: int) -> list[int]:
@@ -120,21 +146,25 @@ class SuffixIndex:
     def _look(self) -> None:
         """Find a place for the end of the history, unless there is a long match, and make this end
         a place for those to come."""
-        tokens = self._tokens
-        end = len(tokens)
-        for size, table, raw in (
-            (LONG, self._long, self._hash_long),
-            (SHORT, self._short, self._hash_short),
-        ):
-            if end < size:
-                continue
-            slot = _mix(raw) >> self._shift
-            at = table[slot]
-            if at and self.length < size:
-                length = self._match(at, tokens)
-                if length >= size:
-                    self.at, self.length = at, length
-            table[slot] = end
+        end, shift = len(self._tokens), self._shift
+        if end >= LONG:
+            slot = _mix(self._hash_long) >> shift
+            if self.length < LONG:
+                self._try(self._long[slot], LONG)
+            self._long[slot] = end
+        if end >= SHORT:
+            slot = _mix(self._hash_short) >> shift
+            if self.length < SHORT:
+                self._try(self._short[slot], SHORT)
+            self._short[slot] = end
+
+    def _try(self, at: int, least: int) -> None:
+        """Take a place, 0 for none, if it matches at least so many tokens: hashes may be equal by
+        chance."""
+        if 0 < at < len(self._tokens):
+            length = self._match(at, self._tokens)
+            if length >= least:
+                self.at, self.length = at, length
 
     def _match(self, at: int, tail: Items[int]) -> int:
         """How many tokens before place `at` are also the last ones of `tail`."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from kslserve.engine.types import Ids
 from kslserve.sched.sequence import Sequence
 from kslserve.sched.spec.acceptance import Averages
-from kslserve.sched.spec.drafter import Drafter
+from kslserve.sched.spec.drafter import Drafter, Patience
 
 _SPREAD = 0x9E3779B1
 
@@ -16,8 +16,10 @@ class Oracle(Drafter):
 
     __slots__ = ("_forced", "_rate")
 
-    def __init__(self, chain: Averages | None, lanes: int, forced: Ids, rate: float) -> None:
-        super().__init__(None, chain, lanes)
+    def __init__(
+        self, chain: Averages | None, patience: Patience, lanes: int, forced: Ids, rate: float
+    ) -> None:
+        super().__init__(None, chain, patience, lanes)
         self._forced = forced
         self._rate = rate
 

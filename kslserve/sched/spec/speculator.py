@@ -14,15 +14,16 @@ from kslserve.metrics import Metrics
 from kslserve.sched.plan import WaveCost
 from kslserve.sched.sequence import Sequence
 from kslserve.sched.spec.acceptance import DEPTH_PRIOR, MATCH_PRIOR, Averages
-from kslserve.sched.spec.cost import WaveCosts
-from kslserve.sched.spec.depth import choose_depths, choose_lanes
-from kslserve.sched.spec.drafter import Drafter
+from kslserve.sched.spec.cost import RowCosts, WaveCosts
+from kslserve.sched.spec.depth import GAIN, TRUST, choose_depths, choose_lanes
+from kslserve.sched.spec.drafter import ASLEEP_MAX, Drafter, Patience
 from kslserve.sched.spec.oracle import Oracle
 from kslserve.sched.spec.policy import SpecPolicy
 
 _log = log.get("spec")
-GAP_RATE = 1 / 16  # weight of a new gap in the average
-GAP_MS_MAX = 5.0  # a longer one is none
+CLIP = 1.5  # drafts are charged with at most so many times what their wave was expected to take
+IDLE_MS = 5.0  # a wave that came so long after the one before was not waited for
+LANES_MAX = 60  # most drafts of a wave; more never pay, and choosing takes time
 
 
 class Speculator:
@@ -39,8 +40,10 @@ class Speculator:
         self._chain = Averages(DEPTH_PRIOR) if mtp else None
         self._lanes = min(policy.lanes, DRAFT_MAX)
         self._depth = min(policy.depth, self._lanes)
-        self._gap_ms = 0.0  # what the host needs between two waves
-        self._ended_ns = 0
+        self._patience = Patience()
+        self._wave = 0  # waves that were planned, or looked at
+        self._nap_until = 0  # all drafters sleep until then
+        self._steady = 0  # waves since one was planned
         self._drafts = metrics.labelled(
             "drafts_total", "Drafts that were verified, and those of them accepted", "kind"
         )
@@ -55,20 +58,77 @@ class Speculator:
         elif sequence.job.guide is None:
             rate, forced = self.policy.oracle, sequence.job.forced
             if rate is None or forced is None:
-                sequence.drafter = Drafter(self._matches, self._chain, self._lanes)
+                sequence.drafter = Drafter(self._matches, self._chain, self._patience, self._lanes)
             else:
-                sequence.drafter = Oracle(self._chain, self._lanes, forced, rate)
+                sequence.drafter = Oracle(self._chain, self._patience, self._lanes, forced, rate)
 
     # ------------------------------------------------------------ before a wave
+
+    @property
+    def napping(self) -> bool:
+        """All drafters sleep: there is nothing to be learnt from this wave."""
+        return self._wave < self._nap_until
+
+    def wants(self, sequences: Items[Sequence]) -> bool:
+        """Whether a wave in which all these just decode is worth a plan with drafts. Most waves are
+        not, and looking is all that they cost."""
+        self._wave += 1
+        self._steady += 1
+        if self._wave < self._nap_until:
+            return False
+        rows = len(sequences)
+        costs = self.costs.of(rows)
+        if self.policy.always:
+            return self.awake(sequences)
+        if costs.plain_due:
+            return False
+        times, least = costs.table(self._most(rows), GAIN)
+        # Tokens that the first draft of the index, and of MTP, must promise.
+        least /= TRUST
+        step_ms = self.costs.draft_ms(rows, times[rows])
+        least_own = least + GAIN * step_ms / times[rows] / TRUST
+        found = False
+        matched: list[tuple[Sequence, Drafter, bool]] = []
+        wave, first = self._wave, self._wave + ASLEEP_MAX
+        for sequence in sequences:
+            drafter = sequence.drafter
+            if drafter is None or not drafter.live:
+                continue
+            if drafter.asleep_until <= wave:
+                drafter.read(sequence)
+                if drafter.matched(least):
+                    matched.append((sequence, drafter, True))
+                elif drafter.hopeful(least_own):
+                    found = True
+                else:
+                    drafter.doze(wave)
+            first = min(first, drafter.asleep_until)
+        if matched and not found:
+            # What one of them promises at first is rarely what all that it promises is worth.
+            found = any(self._choose_lanes(matched, times.__getitem__, rows, self._most(rows)))
+            if not found:
+                for _, drafter, _ in matched:
+                    drafter.doze(wave)
+        self._nap_until = 0 if found or matched else first
+        return found
+
+    def awake(self, sequences: Items[Sequence]) -> bool:
+        """Whether any of them may draft in the next wave."""
+        wave = self._wave + 1
+        return any(
+            s.drafter is not None and s.drafter.live and s.drafter.asleep_until <= wave
+            for s in sequences
+        )
 
     def plan(
         self, running: Items[Sequence], grants: Items[int], left: Items[int], room: int
     ) -> bool:
-        """Aim the drafters of those that will sample in the next wave; whether any of them may
-        draft in the one after it.
+        """Aim the drafters of those that will sample in the next wave; whether any of them drafts.
 
         grants: columns by sequence; left: prompt positions to compute, 0 for a decoding one. room:
         further columns that the wave can have."""
+        self._wave += 1
+        self._nap_until = self._steady = 0
         rows = prompt = 0
         drafting: list[tuple[Sequence, Drafter, bool]] = []
         for sequence, n, remaining in zip(running, grants, left, strict=True):
@@ -81,22 +141,23 @@ class Speculator:
             drafter = sequence.drafter
             if drafter is not None:
                 drafter.rest()
-                if drafter.live and not drafter.asleep and n >= remaining:
+                if drafter.live and drafter.asleep_until <= self._wave and n >= remaining:
                     drafter.read(sequence)
                     drafting.append((sequence, drafter, not remaining))
         if not drafting:
             return False
         if self.policy.always:
             self._plan_always(drafting, room)
-            return True
+            return any(drafter.engaged for _, drafter, _ in drafting)
         finishing = sum(not decodes for _, _, decodes in drafting)
         ms = self._time_of(rows, prompt)
         lanes = self._choose_lanes(drafting, ms, rows, room)
-        depths = self._choose_depths(drafting, rows + finishing, prompt)
+        # They are for the wave after this one, in which the prompts that end here decode too.
+        depths = self._choose_depths(drafting, rows + finishing)
         for (sequence, drafter, _), n, depth in zip(drafting, lanes, depths, strict=True):
             drafter.aim(n, depth, min(self._depth, _output_left(sequence) - 2 - n))
-            drafter.doze()
-        return not all(drafter.asleep for _, drafter, _ in drafting)
+            drafter.doze(self._wave)
+        return any(drafter.engaged for _, drafter, _ in drafting)
 
     def _choose_lanes(
         self,
@@ -116,12 +177,12 @@ class Speculator:
             survival.append(drafter.survival)
         if not any(survival):
             return [0] * len(drafting)
-        return choose_lanes(survival, ms, rows, room)
+        return choose_lanes(survival, ms, rows, min(room, self._most(rows)))
 
     def _choose_depths(
-        self, drafting: Items[tuple[Sequence, Drafter, bool]], rows: int, prompt: int
+        self, drafting: Items[tuple[Sequence, Drafter, bool]], rows: int
     ) -> list[int]:
-        ms = self._time_of(rows, prompt)
+        ms = self._time_of(rows, 0)
         if self._chain is None or ms is None:
             return [0] * len(drafting)
         chances = [
@@ -130,7 +191,7 @@ class Speculator:
         ]
         plain = ms(rows)
         return choose_depths(
-            chances, ms, lambda n: self.costs.draft_ms(n, plain), rows, rows * self._lanes
+            chances, ms, lambda n: self.costs.draft_ms(n, plain), rows, self._most(rows)
         )
 
     def _plan_always(self, drafting: Items[tuple[Sequence, Drafter, bool]], room: int) -> None:
@@ -153,19 +214,18 @@ class Speculator:
         costs = self.costs.of(rows)
         if costs.plain_due:
             return None
-        gap_ms, ms = self._gap_ms, costs.ms
-        return lambda columns: gap_ms + ms(columns)
+        return costs.table(self._most(rows), GAIN)[0].__getitem__
+
+    def _most(self, rows: int) -> int:
+        """Drafts that a wave may have beside so many rows."""
+        return min(rows * self._lanes, LANES_MAX)
 
     # ------------------------------------------------------------ after a wave
 
-    def learn(self, sequence: Sequence, drafter: Drafter, result: RowDone) -> bool:
-        """What a row of the wave sampled; True if the sequence is to be looked at before the next
-        one."""
+    def learn(self, sequence: Sequence, drafter: Drafter, result: RowDone) -> None:
+        """What a row of the wave sampled of a sequence whose drafts are engaged."""
         if not result.tokens and not drafter.lanes:
-            return drafter.live
-        if drafter.asleep:
-            drafter.asleep -= 1
-            return not drafter.asleep
+            return
         stats = drafter.stats
         before = stats.ngram, stats.ngram_accepted, stats.mtp, stats.mtp_accepted
         if drafter.learn(result):
@@ -176,26 +236,50 @@ class Speculator:
             kinds["ngram_accepted"].inc(stats.ngram_accepted - before[1])
             kinds["mtp"].inc(stats.mtp - before[2])
             kinds["mtp_accepted"].inc(stats.mtp_accepted - before[3])
-        return drafter.live
 
-    def wave(self, done: Done, sequences: Items[Sequence], columns: int, plain: bool) -> None:
-        """Times of a wave. plain: it had no prompts and moved nothing."""
+    def wave(
+        self, done: Done, since_ns: int, sequences: Items[Sequence], columns: int, plain: bool
+    ) -> None:
+        """Times of a wave. since_ns: since the end of the one before it. plain: it had no prompts
+        and moved nothing."""
+        rows = len(sequences)
         if done.drafts_ns:
-            rows = steps = 0
+            drafting = steps = 0
             for sequence, result in zip(sequences, done.rows, strict=True):
                 drafter = sequence.drafter
                 if drafter is not None and drafter.propose:
-                    rows += 1
+                    drafting += 1
                     steps = max(steps, min(drafter.propose, len(result.drafts) + 1))
             if steps:
-                self.costs.drafted(rows, steps, done.drafts_ns / 1e6)
-        if plain and sequences:
-            ms = (done.ended_ns - done.started_ns - done.drafts_ns) / 1e6
-            self.costs.of(len(sequences)).observe(columns, ms)
-            gap_ms = (done.started_ns - self._ended_ns) / 1e6
-            if gap_ms < GAP_MS_MAX:
-                self._gap_ms += GAP_RATE * (gap_ms - self._gap_ms)
-        self._ended_ns = done.ended_ns
+                self.costs.drafted(drafting, steps, done.drafts_ns / 1e6)
+        idle_ns = since_ns - (done.ended_ns - done.started_ns)
+        if not plain or not rows or idle_ns > IDLE_MS * 1e6:
+            return
+        ms = (since_ns - done.drafts_ns) / 1e6
+        costs = self.costs.of(rows)
+        if columns > rows or done.drafts_ns:
+            if not costs.plain_due:
+                self._settle(done, sequences, costs, columns, ms)
+            if columns > rows:
+                costs.observe(columns, ms)
+        elif self._steady > 1:
+            # One behind a wave with drafts, or that was planned in vain, is not what plain decode
+            # would take.
+            costs.observe(columns, ms)
+
+    def _settle(
+        self, done: Done, sequences: Items[Sequence], costs: RowCosts, columns: int, ms: float
+    ) -> None:
+        """Charge the drafts of a wave with what it took beyond a plain one."""
+        rows, plain = len(sequences), costs.ms(len(sequences))
+        # A wave that something else held up says nothing about drafts.
+        took = min(ms, CLIP * costs.ms(columns)) + done.drafts_ns / 1e6
+        drafters = [s.drafter for s in sequences]
+        shares = [len(d.lanes) + d.propose if d is not None else 0 for d in drafters]
+        each = max(0.0, took / plain - 1.0) / max(sum(shares), 1)
+        for drafter, share, result in zip(drafters, shares, done.rows, strict=True):
+            if drafter is not None and share:
+                drafter.settle(result.accepted / rows - each * share, self._wave)
 
     def refused(self, sequences: Iterable[Sequence]) -> bool:
         """The engine refused a wave. True if there were drafts in it: then they may be the fault,

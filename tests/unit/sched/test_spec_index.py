@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kslserve.sched.spec.index import LONG, LOOK_BACK, SHORT, SuffixIndex
+from kslserve.sched.spec.index import LONG, LOOK_BACK, SHORT, SPARSE, SuffixIndex
 
 TOKENS = st.lists(st.integers(0, 2), max_size=60)
 
@@ -74,6 +74,37 @@ def test_what_follows_drafts(tokens: list[int], drafts: list[int], n: int) -> No
     elif len(text) > SHORT:
         end = text[len(text) - SHORT :]
         assert all(tokens[p - SHORT : p] != end for p in range(SHORT, len(tokens)))
+
+
+@given(TOKENS, TOKENS, st.lists(st.integers(0, 2), max_size=30))
+def test_tokens_that_come_at_once(start: list[int], more: list[int], then: list[int]) -> None:
+    """Matches are true ones, and what comes later is found as ever."""
+    index = index_of(start)
+    index.extend(more)
+    text = start + more
+    for token in then:
+        index.append(token)
+        text.append(token)
+    assert len(index) == len(text)
+    if index.at:
+        assert index.length >= SHORT
+        assert text[index.at - index.length : index.at] == text[len(text) - index.length :]
+    new = len(start) + len(more)
+    end = text[len(text) - SHORT :]
+    if any(text[p - SHORT : p] == end for p in range(max(new, SHORT) + 1, len(text))):
+        assert index.at
+
+
+def test_a_repetition_of_tokens_that_came_at_once_is_found_soon() -> None:
+    index = index_of(list(range(20)))
+    text = list(range(100, 180))
+    index.extend(text)
+    seen = 0
+    while not index.at:
+        index.append(text[seen])
+        seen += 1
+    assert seen <= LONG + SPARSE
+    assert index.draft(10) == text[seen : seen + 10]
 
 
 def test_a_period_is_drafted_on() -> None:

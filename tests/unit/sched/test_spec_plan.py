@@ -29,7 +29,8 @@ from kslserve.sched.spec.cost import (
     RowCosts,
     WaveCosts,
 )
-from kslserve.sched.spec.depth import GAIN, choose_depths, choose_lanes
+from kslserve.sched.spec.depth import GAIN, TRUST, choose_depths, choose_lanes
+from kslserve.sched.spec.drafter import PAUSE_FIRST, PAUSE_LAST, Drafter, Patience
 from kslserve.sched.spec.ladder import ROUNDS, Ladder
 
 CHANCES = st.lists(
@@ -55,7 +56,7 @@ def test_averages_follow_and_teach() -> None:
     assert MATCH_PRIOR[2] < everybody.values[2] < 0.99
     assert everybody.child().values[2] == everybody.values[2]
     assert one.values[1] == MATCH_PRIOR[1]
-    for _ in range(20):
+    for _ in range(40):
         one.note(2, False)
     assert one.values[2] < 0.1
 
@@ -120,7 +121,7 @@ def test_when_a_plain_wave_is_due() -> None:
         costs.observe(*((1, 4.0) if costs.plain_due else (4, 8.0)))
         waves += 1
     assert plain >= 3
-    assert waves < 30
+    assert waves < 4 * PLAIN_EVERY
 
 
 def test_what_changes_all_times_changes_no_ratio() -> None:
@@ -133,6 +134,37 @@ def test_what_changes_all_times_changes_no_ratio() -> None:
     for _ in range(40):
         costs.observe(1, 5.0)
     assert costs.ms(4) / costs.ms(1) == pytest.approx(1.5, rel=0.05)
+
+
+@given(st.permutations([10.0, 10.2, 9.8, 10.1, 9.9, 10.0, 10.0, 40.0, 90.0]))
+def test_a_figure_is_the_median(times: list[float]) -> None:
+    """However far off some measurements are."""
+    costs = RowCosts(1)
+    for _ in range(12):
+        for ms in times:
+            costs.observe(1, ms)
+    assert costs.ms(1) == pytest.approx(10.0, rel=0.15)
+
+
+def test_a_table_of_times() -> None:
+    costs = RowCosts(2)
+    for _ in range(5):
+        costs.observe(2, 10.0)
+        costs.observe(4, 19.0)
+        costs.observe(6, 12.0)
+    times, least = costs.table(4, gain=1.0)
+    assert times[2] == pytest.approx(10.0)
+    # Fewer columns take no more than more of them, whatever was measured.
+    assert times[4] == times[6] == pytest.approx(12.0)
+    assert times[3] <= times[4]
+    assert len(times) == 2 + 4 + 1
+    # 4 drafts cost 2 ms in 10, which is worth 0.4 tokens of 2.
+    assert least <= 0.1 + 1e-9
+    # It serves for some waves, unless something new was measured.
+    costs.observe(6, 30.0)
+    assert costs.table(4, gain=1.0)[0] is times
+    costs.observe(5, 11.0)
+    assert costs.table(4, gain=1.0)[0][5] < 12.0
 
 
 def test_an_old_figure_is_not_believed_for_ever() -> None:
@@ -167,7 +199,7 @@ def test_lanes_are_the_best_of_all_choices(
 
     def rate(counts: tuple[int, ...]) -> float:
         gained = sum(sum(chances[:n]) for chances, n in zip(survival, counts, strict=True))
-        return (rows + gained) / ms(rows + sum(counts))
+        return (rows + TRUST * gained) / ms(rows + sum(counts))
 
     counts = choose_lanes(survival, ms, rows, most)
     assert sum(counts) <= most
@@ -193,6 +225,28 @@ def test_depths_pay_for_their_steps() -> None:
     both = choose_depths([[0.9], [0.5]], cheap, lambda n: 1.0 + 0.1 * n, 2, 10)
     assert both == [1, 1]
     assert choose_depths([[], []], cheap, lambda n: 0.0, 2, 10) == [0, 0]
+
+
+def test_drafts_that_cost_more_than_they_save_pause() -> None:
+    patience = Patience()
+
+    def pause(saved: float) -> int:
+        """Waves for which a drafter pauses that saves so much in each wave, at most 100."""
+        drafter = Drafter(Averages(MATCH_PRIOR), None, patience, 15)
+        for wave in range(100):
+            drafter.settle(saved, wave)
+            if drafter.asleep_until:
+                return drafter.asleep_until - wave
+        return 0
+
+    # Each of them knows of the ones before it, and that is forgotten where drafts pay.
+    pauses = [pause(-0.5) for _ in range(12)]
+    assert pauses[:3] == [2 * PAUSE_FIRST, 4 * PAUSE_FIRST, 8 * PAUSE_FIRST]
+    assert pauses[-1] == PAUSE_LAST
+    assert pause(-0.01) == 0
+    for _ in range(12):
+        assert pause(0.5) == 0
+    assert pause(-0.5) == 2 * PAUSE_FIRST
 
 
 def test_the_ladder_goes_down_only() -> None:
