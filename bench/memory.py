@@ -24,13 +24,19 @@ import numpy as np
 
 from bench.report import Report
 from kslserve.config import Settings
-from kslserve.engine.budget import kv_token_bytes, slab_bytes, slot_bytes
+from kslserve.engine.budget import kv_token_bytes, slot_bytes
 from kslserve.engine.codecs import encoded_bytes
 from kslserve.engine.native import NativeEngine
 from kslserve.engine.types import OpKind, Row, RowKind, StateOp
 from kslserve.ksl.open import open_model
 from kslserve.selftest.waves import Waves
-from kslserve.startup.pools import free_memory_bytes, kv_format, plan_pools, workspace_bytes
+from kslserve.startup.pools import (
+    free_memory_bytes,
+    kv_format,
+    plan_pools,
+    slab_bytes,
+    workspace_bytes,
+)
 
 DECODED = 16
 TARGET = 0.1
@@ -92,8 +98,8 @@ async def measure(model_name: str, settings: Settings) -> dict[str, Any]:
     parts = {
         "weights": weights,
         "kv": sizes.blocks * sizes.block_tokens * kv_token_bytes(spec, kv_format(settings)),
-        "slabs": sizes.slots * slab_bytes(spec),
-        "checkpoints": (sizes.slabs - sizes.slots) * slab_bytes(spec),
+        "slabs": sizes.slots * slab_bytes(settings, spec),
+        "checkpoints": (sizes.slabs - sizes.slots) * slab_bytes(settings, spec),
         "slots": sizes.slots * slot_bytes(spec, sizes.blocks_per_slot),
         "activations": workspace_bytes(settings, spec, sizes.slots),
     }

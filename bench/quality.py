@@ -40,6 +40,7 @@ from kslserve.text.tokenizer import Tokenizer
 
 LOST = 0.5  # nats: the model says something else there
 GATE_KL, GATE_LOST = 0.03, 0.01  # mean, and share of positions
+RING = 256  # of int8ring_int4: a part of the text
 
 F32 = npt.NDArray[np.float32]
 Spoil = Callable[[F32, int], None]  # (block image [layers, 2, rows, head_dim], side): in place
@@ -107,7 +108,7 @@ async def log_probabilities(
     spec = model.spec
     blocks = -(-len(ids) // chunk)
     engine = NativeEngine.open(
-        spec, model.tensors, PoolSizes(1, 1, blocks, chunk, blocks, chunk),
+        spec, model.tensors, PoolSizes(1, 1, blocks, chunk, blocks, chunk, kv_ring=RING),
         kv_format=variant.kv, isa=variant.isa, activations=variant.activations,
     )  # fmt: skip
     runner = Runner(engine)

@@ -92,7 +92,11 @@ class Settings:
     )  # fmt: skip
     kv: str = _s(
         "auto", "choice", "KV format; auto: bf16 on the CPU, q4 on CUDA",
-        choices=("auto", "f32", "bf16", "fp8", "q4", "int8_g64", "int4_g32"),
+        choices=("auto", "f32", "bf16", "fp8", "q4", "int8_g64", "int4_g32", "int8ring_int4"),
+    )  # fmt: skip
+    kv_ring: int = _s(
+        1024, "int", "with int8ring_int4: how many of the last positions are read in int8, a "
+        "multiple of 64", low=64, high=1 << 20,
     )  # fmt: skip
     kv_tokens: int = _s(
         AUTO, "int", "size of the KV pool in tokens; auto: a context for every sequence, as far as "
@@ -325,6 +329,8 @@ def _check(s: Settings) -> None:
     """Combinations that cannot work."""
     if s.block_tokens % 16:
         raise UsageError(f"--block-tokens must be a multiple of 16, not {s.block_tokens}.")
+    if s.kv_ring % 64:
+        raise UsageError(f"--kv-ring must be a multiple of 64, not {s.kv_ring}.")
     if s.engine == "scripted" and not s.script:
         raise UsageError("--engine scripted needs --script.")
     if not s.uds and not is_loopback(s.host) and not s.insecure and not keys_of(s):

@@ -12,10 +12,10 @@ from kslserve.engine.model import ModelSpec
 # In the order of their numbers in ksl.h.
 KV_FORMATS = ("f32", "bf16", "fp8", "q4", "int8_g64", "int4_g32", "int8ring_int4")
 KV_OF = {  # what each backend can store
-    "cpu": ("f32", "bf16", "fp8", "q4", "int8_g64", "int4_g32"),
+    "cpu": KV_FORMATS,
     "cuda": ("f32", "bf16", "fp8", "q4"),
 }
-KV_RING_TOKENS = 1024  # positions that int8ring_int4 also keeps in int8
+KV_RING_TOKENS = 1024  # positions that int8ring_int4 also keeps in int8, unless it is set
 
 _SCALE = 4  # a float32 per position and KV head
 _HALF = 2  # fp16 scales and zero points
@@ -78,21 +78,25 @@ def block_bytes(spec: ModelSpec, kv: str, block_tokens: int) -> int:
 
 
 def ring_bytes(spec: ModelSpec, kv: str, ring_tokens: int = KV_RING_TOKENS) -> int:
-    """Bytes of the KV ring that belongs to a slab: none but for int8ring_int4."""
+    """Bytes of the KV ring that belongs to a slab: none but for int8ring_int4. The MTP layer has
+    no part in it."""
     if kv != "int8ring_int4":
         return 0
-    per_token = kv_layers(spec) * spec.kv_heads * kv_head_bytes(spec.head_dim, "int8_g64")
-    return ring_tokens * per_token
+    return ring_tokens * (kv_layers(spec) - spec.mtp_layers) * _int8_position_bytes(spec)
 
 
-def slab_bytes(spec: ModelSpec, kv: str = "bf16") -> int:
+def _int8_position_bytes(spec: ModelSpec) -> int:
+    return spec.kv_heads * kv_head_bytes(spec.head_dim, "int8_g64")
+
+
+def slab_bytes(spec: ModelSpec, kv: str = "bf16", ring_tokens: int = KV_RING_TOKENS) -> int:
     """Bytes of one copy of the recurrent state: delta state, conv columns, the last trunk hidden,
     and the KV ring."""
     linear = sum(kind == "linear" for kind in spec.layer_kinds)
     value_width = spec.lin_value_heads * spec.lin_value_dim
     delta = linear * value_width * spec.lin_key_dim
     conv = linear * (spec.conv_taps - 1) * conv_channels(spec)
-    return 4 * (delta + conv + spec.hidden) + ring_bytes(spec, kv)
+    return 4 * (delta + conv + spec.hidden) + ring_bytes(spec, kv, ring_tokens)
 
 
 def conv_channels(spec: ModelSpec) -> int:
@@ -106,7 +110,12 @@ def slot_bytes(spec: ModelSpec, blocks_per_slot: int) -> int:
 
 
 def workspace_bytes(
-    spec: ModelSpec, slots: int, wave_columns: int, threads: int, int8: bool = True
+    spec: ModelSpec,
+    slots: int,
+    wave_columns: int,
+    threads: int,
+    int8: bool = True,
+    kv_format: str = "bf16",
 ) -> int:
     """Bytes of the activations of the widest wave. Mixers, MLP and the MTP join never live at the
     same time, so the largest of them counts. int8: activations are rounded for products."""
@@ -139,6 +148,9 @@ def workspace_bytes(
         inputs += [value_width] if linear_layers else []
         inputs += [query] if kv_layers(spec) else []
         total += wave_columns * quantized_bytes(max(inputs))
+    if kv_format == "int8ring_int4":  # rows on their way into the ring
+        layers = kv_layers(spec) - spec.mtp_layers
+        total += (wave_columns + kept * layers) * _int8_position_bytes(spec)
     return total
 
 

@@ -92,7 +92,8 @@ class TensorArg:
 @dataclass(frozen=True, slots=True)
 class PoolSizes:
     """Counts that are fixed at open. block_tokens: a multiple of 16. blocks_per_slot: length of a
-    slot's block table. wave_columns: most columns of a wave. ring_depth: waves in flight."""
+    slot's block table. wave_columns: most columns of a wave. ring_depth: waves in flight. kv_ring:
+    positions that int8ring_int4 also keeps in int8, a multiple of 64."""
 
     slots: int
     slabs: int
@@ -101,3 +102,4 @@ class PoolSizes:
     blocks_per_slot: int
     wave_columns: int
     ring_depth: int = 1
+    kv_ring: int = 1024

@@ -235,7 +235,15 @@ def _config(spec: ModelSpec, pools: PoolSizes, keep: list[Any]) -> Any:
         "conv_taps", "mtp_layers", "token_limit", "rope_theta", "norm_eps",
     ):  # fmt: skip
         setattr(config, name, getattr(spec, name))
-    for name in ("slots", "slabs", "blocks", "block_tokens", "wave_columns", "ring_depth"):
+    for name in (
+        "slots",
+        "slabs",
+        "blocks",
+        "block_tokens",
+        "wave_columns",
+        "ring_depth",
+        "kv_ring",
+    ):
         setattr(config, name, getattr(pools, name))
     config.max_blocks_per_slot = pools.blocks_per_slot
     config.layer_kinds = kinds

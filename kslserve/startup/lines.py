@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from kslserve.config import Settings
 from kslserve.core.sampling import SamplingParams
-from kslserve.engine.budget import kv_token_bytes, slab_bytes, slot_bytes
+from kslserve.engine.budget import kv_token_bytes, slot_bytes
 from kslserve.engine.model import ModelSpec
 from kslserve.engine.types import EngineInfo
 from kslserve.ksl.model import ModelFile
 from kslserve.sched.spec.policy import SpecPolicy
 from kslserve.service.model import ServedModel
-from kslserve.startup.pools import PoolPlan, kv_format, size, workspace_bytes
+from kslserve.startup.pools import PoolPlan, kv_format, size, slab_bytes, workspace_bytes
 
 
 def describe(
@@ -57,7 +57,7 @@ def plan_line(settings: Settings, spec: ModelSpec, plan: PoolPlan, weights: int,
     tokens = sizes.blocks * sizes.block_tokens
     slots = sizes.slots * slot_bytes(spec, sizes.blocks_per_slot)
     workspace = workspace_bytes(settings, spec, sizes.slots)
-    kv_bytes, slabs = tokens * kv_token_bytes(spec, kv), sizes.slabs * slab_bytes(spec)
+    kv_bytes, slabs = tokens * kv_token_bytes(spec, kv), sizes.slabs * slab_bytes(settings, spec)
     total = weights + kv_bytes + slabs + slots + workspace
     kind = "reserved, taken as it is used" if settings.device != "cuda" else "taken now"
     return (

@@ -7,7 +7,8 @@ import os
 from dataclasses import dataclass
 
 from kslserve.config import AUTO, Settings
-from kslserve.engine.budget import KV_OF, kv_problem, kv_token_bytes, slab_bytes, slot_bytes
+from kslserve.engine.budget import KV_OF, kv_problem, kv_token_bytes, ring_bytes, slot_bytes
+from kslserve.engine.budget import slab_bytes as engine_slab_bytes
 from kslserve.engine.budget import workspace_bytes as cpu_workspace_bytes
 from kslserve.engine.device_budget import RUNTIME_BYTES, device_workspace_bytes
 from kslserve.engine.model import ModelSpec, PoolSizes
@@ -43,7 +44,7 @@ def cache_slabs(settings: Settings, spec: ModelSpec, free_bytes: int) -> int:
         return 0
     if settings.prefix_cache_slabs != AUTO:
         return settings.prefix_cache_slabs
-    fitting = max(free_bytes, 0) // _CACHE_SHARE // slab_bytes(spec)
+    fitting = max(free_bytes, 0) // _CACHE_SHARE // slab_bytes(settings, spec)
     return min(max(fitting, _CACHE_SLABS_MIN), _CACHE_SLABS_MAX)
 
 
@@ -52,7 +53,7 @@ def sequences(settings: Settings, spec: ModelSpec, free_bytes: int) -> int:
     if settings.max_seqs != AUTO:
         return settings.max_seqs
     room = max(free_bytes, 0) // _CACHE_SHARE
-    many = settings.device == "cuda" and _DEVICE_SEQUENCES * slab_bytes(spec) <= room
+    many = settings.device == "cuda" and _DEVICE_SEQUENCES * slab_bytes(settings, spec) <= room
     return _DEVICE_SEQUENCES if many else _SEQUENCES
 
 
@@ -145,8 +146,14 @@ def plan_pools(settings: Settings, spec: ModelSpec, free_bytes: int) -> PoolPlan
         # Decode rows ride beside a full prompt chunk.
         wave_columns=columns(settings) + slots,
         ring_depth=2 if settings.submit_ahead else 1,
+        kv_ring=settings.kv_ring,
     )
     return PoolPlan(sizes, min(context, blocks * block), margin, tuple(notes))
+
+
+def slab_bytes(settings: Settings, spec: ModelSpec) -> int:
+    """One copy of a sequence's state beside its KV blocks."""
+    return engine_slab_bytes(spec, kv_format(settings), settings.kv_ring)
 
 
 def workspace_bytes(settings: Settings, spec: ModelSpec, slots: int) -> int:
@@ -158,7 +165,8 @@ def workspace_bytes(settings: Settings, spec: ModelSpec, slots: int) -> int:
         activations = device_workspace_bytes(spec, kv, slots, wide, settings.block_tokens, blocks)
         return RUNTIME_BYTES + activations
     threads = settings.threads or _cores()
-    return cpu_workspace_bytes(spec, slots, wide, threads, settings.activations != "float")
+    int8, kv = settings.activations != "float", kv_format(settings)
+    return cpu_workspace_bytes(spec, slots, wide, threads, int8, kv)
 
 
 def _cores() -> int:
@@ -170,7 +178,7 @@ def _cores() -> int:
 
 def _fixed_bytes(settings: Settings, spec: ModelSpec, slots: int, cached: int) -> int:
     """What everything but KV takes."""
-    slabs = (slots + cached) * slab_bytes(spec)
+    slabs = (slots + cached) * slab_bytes(settings, spec)
     return slabs + slots * slot_bytes(spec, 0) + workspace_bytes(settings, spec, slots)
 
 
@@ -178,10 +186,11 @@ def _too_little(
     settings: Settings, spec: ModelSpec, slots: int, cached: int, free_bytes: int
 ) -> str:
     """Why there is no room for any KV, and what takes it."""
+    slab = slab_bytes(settings, spec)
     return (
         f"there is not enough memory: {size(free_bytes)} are free beside the weights, and "
-        f"{slots} sequences take {size(slots * slab_bytes(spec))} (--max-seqs), {cached} "
-        f"checkpoints {size(cached * slab_bytes(spec))} (--prefix-cache-slabs), the widest wave "
+        f"{slots} sequences take {size(slots * slab)} (--max-seqs), {cached} "
+        f"checkpoints {size(cached * slab)} (--prefix-cache-slabs), the widest wave "
         f"{size(workspace_bytes(settings, spec, slots))} (--wave-columns)."
     )
 
@@ -195,7 +204,9 @@ def _what_fits(settings: Settings, spec: ModelSpec, tokens: int, blocks: int, fl
     formats = [
         other
         for other in KV_OF[device]
-        if kv_problem(spec, other) is None and tokens * kv_token_bytes(spec, other) <= free
+        if kv_problem(spec, other) is None
+        and not ring_bytes(spec, other)  # which takes room in every slab too
+        and tokens * kv_token_bytes(spec, other) <= free
     ]
     advice = [f"--kv {' or '.join(formats)} would hold it"] if formats else []
     advice.append(f"a smaller {flag}, at most {blocks * block}, would fit")

@@ -32,6 +32,7 @@ int check_config(const ksl_config *c, ksl_error *error) {
       {"wave_columns", c->wave_columns, 1, 1 << 16},
       {"ring_depth", c->ring_depth, 1, 64},
       {"kv_format", c->kv_format, KSL_KV_F32, KSL_KV_INT8RING_INT4},
+      {"kv_ring", c->kv_ring, 0, 1 << 20},
       {"activations", c->activations, KSL_ACT_AUTO, KSL_ACT_FLOAT},
       {"isa", c->isa, KSL_ISA_AUTO, KSL_ISA_AVX512},
       {"threads", c->threads, 0, 256},
@@ -51,6 +52,8 @@ int check_config(const ksl_config *c, ksl_error *error) {
   if (c->block_tokens % 16 != 0)
     return fail(error, KSL_INVALID, "config: block_tokens is %d, must be a multiple of 16",
                 c->block_tokens);
+  if (c->kv_format == KSL_KV_INT8RING_INT4 && (c->kv_ring < 64 || c->kv_ring % 64 != 0))
+    return fail(error, KSL_INVALID, "config: kv_ring is %d, must be a multiple of 64", c->kv_ring);
   const int64_t span = static_cast<int64_t>(c->max_blocks_per_slot) * c->block_tokens;
   if (span > 1 << 28)
     return fail(error, KSL_INVALID,
@@ -74,12 +77,20 @@ int budget_init(Budget *budget, const ModelSpec *spec, const ksl_config *config,
                     static_cast<uint64_t>(spec->conv_channels);
   }
   b.hidden_floats = static_cast<uint64_t>(spec->hidden);
-  b.slab_bytes = mul(b.delta_floats + b.conv_floats + b.hidden_floats, 4);
   const int d = spec->head_dim;
   const char *limit = spec->kv_layers > 0 ? kv_format_limit(config->kv_format, d) : nullptr;
   if (limit)
     return fail(error, KSL_INVALID, "KV format %s takes %s, not %d",
                 kv_format_name(config->kv_format), limit, d);
+  if (config->kv_format == KSL_KV_INT8RING_INT4) {
+    const KvRow recent = kv_row(KSL_KV_INT8_G64, d);
+    const uint64_t layers = static_cast<uint64_t>(spec->kv_layers - spec->mtp_layers);
+    const uint64_t bytes =
+        static_cast<uint64_t>(recent.k + recent.k_scale + recent.v + recent.v_scale);
+    b.ring_bytes = mul(mul(layers, static_cast<uint64_t>(config->kv_ring)),
+                       static_cast<uint64_t>(spec->kv_heads) * bytes);
+  }
+  b.slab_bytes = mul_add(b.delta_floats + b.conv_floats + b.hidden_floats, 4, b.ring_bytes);
   const KvRow row = kv_row(config->kv_format, d);
   b.kv_token_bytes = static_cast<uint64_t>(spec->kv_layers) *
                      static_cast<uint64_t>(spec->kv_heads) *

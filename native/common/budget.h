@@ -7,14 +7,18 @@
 
 namespace ksl {
 
-// A slab image is float32: delta, then conv, then hidden.
+// A slab image is float32: delta, then conv, then hidden; behind them the ring of INT8RING_INT4.
 //   delta  [linear_layers][lin_value_heads][lin_key_dim][lin_value_dim]
 //   conv   [linear_layers][conv_taps - 1][conv_channels], oldest column first
 //   hidden [hidden]
+//   ring   per trunk KV layer four planes [kv_ring][kv_heads][bytes of an INT8_G64 row], in the
+//   order
+//          of a block's; position p is at p % kv_ring, zeros where there was none
 // A block image is, per KV layer, four planes [block_tokens][kv_heads][bytes of KvRow]: K values, K
 // scales, V values, V scales.
 struct Budget {
   uint64_t delta_floats, conv_floats, hidden_floats;
+  uint64_t ring_bytes;  // a multiple of 4
   uint64_t slab_bytes;
   uint64_t kv_token_bytes;  // K and V of one token in every KV layer
   uint64_t block_bytes;

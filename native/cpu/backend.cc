@@ -138,6 +138,7 @@ int plan_rows(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
       batch->token[columns + j] = j ? rest[j - 1] : first;
       batch->position[columns + j] = row->start + j;
       batch->slot[columns + j] = row->slot;
+      batch->row[columns + j] = i;
     }
     slot->n_drafts = 0;
     plan->n = plan->committed = n;
@@ -191,6 +192,7 @@ int cpu_run(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
     walk(b, kListOutput, 0);
     if (b->spec->mtp_layers) mtp_follow(b);
     gdn_commit_kept(b);
+    ring_commit_kept(b);
     commit_hidden(b);
     if (b->spec->mtp_layers) mtp_propose(b);
   }

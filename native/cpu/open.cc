@@ -51,10 +51,11 @@ bool make_batch(Backend *b, Batch *batch, int columns) {
   batch->token = static_cast<int32_t *>(own_bytes(b, columns * sizeof(int32_t)));
   batch->position = static_cast<int32_t *>(own_bytes(b, columns * sizeof(int32_t)));
   batch->slot = static_cast<int32_t *>(own_bytes(b, columns * sizeof(int32_t)));
+  batch->row = static_cast<int32_t *>(own_bytes(b, columns * sizeof(int32_t)));
   batch->cos = own_floats(b, columns * half);
   batch->sin = own_floats(b, columns * half);
   batch->hidden = static_cast<const float **>(own_bytes(b, columns * sizeof(float *)));
-  return batch->token && batch->position && batch->slot && batch->cos && batch->sin &&
+  return batch->token && batch->position && batch->slot && batch->row && batch->cos && batch->sin &&
          batch->hidden;
 }
 
@@ -71,7 +72,9 @@ int make_pools(Backend *b, ksl_error *error) {
   }
   b->conv_offset = budget.delta_floats;
   b->hidden_offset = budget.delta_floats + budget.conv_floats;
-  b->image_floats = b->hidden_offset + budget.hidden_floats;
+  ring_init(b);
+  b->ring_offset = b->hidden_offset + budget.hidden_floats;
+  b->image_floats = b->ring_offset + budget.ring_bytes / sizeof(float);
   b->slab_floats = padded(b->image_floats);
   b->slabs = own_floats(b, b->slab_floats * config->slabs);
 
@@ -167,7 +170,7 @@ int make_scratch(Backend *b, ksl_error *error) {
   b->workers = static_cast<WorkerScratch *>(own_bytes(b, b->threads * sizeof(WorkerScratch)));
   if (!region || (!floats && !b->quantized) || !b->x || !b->normed || !b->mixed || !b->final ||
       !b->chain || !b->head_in || !b->logits || !b->zero_hidden || !b->rows || !b->jobs ||
-      !b->keep || !b->partials || !b->workers ||
+      !b->keep || !ring_scratch(b) || !b->partials || !b->workers ||
       !make_batch(b, &b->trunk, b->config->wave_columns) ||
       !make_batch(b, &b->drafts, b->config->slots)) {
     return no_memory(error, "the activations");
@@ -229,10 +232,6 @@ int fill_backend(Backend *b, const TensorTable *tensors, ksl_error *error) {
     return fail(error, KSL_INVALID,
                 "The CPU backend takes linear key heads of at most %d dims, not %d.",
                 int(kMaxKeyDim), spec->lin_key_dim);
-  }
-  if (config->kv_format == KSL_KV_INT8RING_INT4) {
-    return fail(error, KSL_INVALID, "The CPU backend does not have the KV format %s.",
-                kv_format_name(config->kv_format));
   }
   b->kernels = kernels_for(config->isa);
   if (!b->kernels) {
@@ -324,9 +323,11 @@ void cpu_info(Backend *b, ksl_info *info) {
   const char *activation = b->quantized && has_int_weights(b) ? "int8" : "float";
   snprintf(info->activation, sizeof info->activation, "%s", activation);
   snprintf(info->equality, sizeof info->equality, "bit");
+  char ring[16] = "";
+  if (b->ring_tokens) snprintf(ring, sizeof ring, "/%d", b->ring_tokens);
   int at = snprintf(info->numerics, sizeof info->numerics,
-                    "cpu %.16s %s/%s kv=%s %s weights=", ksl_source_digest(), b->kernels->name,
-                    b->attn->name, kv_format_name(config->kv_format), activation);
+                    "cpu %.16s %s/%s kv=%s%s %s weights=", ksl_source_digest(), b->kernels->name,
+                    b->attn->name, kv_format_name(config->kv_format), ring, activation);
   const char *separator = "";
   for (int e = 0; e < 5; e++) {
     if (!(b->encodings >> e & 1) || at >= static_cast<int>(sizeof info->numerics)) continue;

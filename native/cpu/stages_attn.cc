@@ -13,10 +13,12 @@ struct LayerTask {
   const FullWeights *w;
   int kv;         // KV layer
   int first_key;  // 1 for the MTP layer, which has no row 0
+  bool ring;      // recent keys are read in int8
 };
 
 LayerTask layer_task(Backend *b, int layer) {
-  return {b, &b->layers[layer].full, b->layers[layer].index, layer == b->spec->layers ? 1 : 0};
+  const bool mtp = layer == b->spec->layers;
+  return {b, &b->layers[layer].full, b->layers[layer].index, mtp ? 1 : 0, !mtp && b->ring_tokens};
 }
 
 // Query and key heads: norm, then rotary.
@@ -61,6 +63,7 @@ void store_task(void *context, int, int begin, int end) {
       kv_encode(format, kKvKey, b->k + c * b->kv_stride + h * d, d, plane[0], plane[1]);
       kv_encode(format, kKvValue, b->v + c * b->kv_stride + h * d, d, plane[2], plane[3]);
     }
+    if (t->ring) ring_stage(b, c);
   }
 }
 
@@ -85,57 +88,112 @@ void load_query(const Backend *b, int column, int head, float *query) {
   }
 }
 
-enum { kMaxRuns = kTileKeys / kMinBlockTokens + 1 };
+// Pieces of a tile: of blocks, and one more wherever keys begin to come from elsewhere.
+enum { kMaxRuns = kTileKeys / kMinBlockTokens + 4 };
 
-// The keys [from, to) of a slot, at most kTileKeys of them, as runs that lie in one block each.
-int find_runs(const Backend *b, int kv, int slot, int head, int from, int to, KvRun *runs) {
+// Where keys are found for columns of one row: int8 rows for those from `recent` on.
+struct Keys {
+  int kv, head, slot, recent;
+  RowPlan *row;  // of a ring
+};
+
+// The keys [from, to) of a slot, at most kTileKeys of them, as runs of constant distance.
+int find_runs(const Backend *b, const Keys &keys, int from, int to, KvRun *runs) {
   const int tokens = b->config->block_tokens;
   const size_t heads = b->spec->kv_heads;
+  const int pool_format =
+      b->config->kv_format == KSL_KV_INT8RING_INT4 ? KSL_KV_INT4_G32 : b->config->kv_format;
   int n = 0;
   while (from < to) {
-    const KvPlace place = kv_place(b, slot, kv, from);
-    int piece = tokens - from % tokens;
-    if (piece > to - from) piece = to - from;
+    int piece = to - from;
+    KvRun *run = &runs[n++];
     const uint8_t *plane[kKvPlanes];
-    for (int p = 0; p < kKvPlanes; p++)
-      plane[p] = place.layer + b->kv_offset[p] + (place.row + head) * b->kv_bytes[p];
-    runs[n++] = {b->config->kv_format,
-                 piece,
-                 plane[0],
-                 plane[1],
-                 plane[2],
-                 plane[3],
-                 heads * b->kv_bytes[0],
-                 heads * b->kv_bytes[1],
-                 heads * b->kv_bytes[2],
-                 heads * b->kv_bytes[3]};
+    const size_t *bytes;
+    if (from < keys.recent) {
+      const KvPlace place = kv_place(b, keys.slot, keys.kv, from);
+      bytes = b->kv_bytes;
+      for (int p = 0; p < kKvPlanes; p++)
+        plane[p] = place.layer + b->kv_offset[p] + (place.row + keys.head) * bytes[p];
+      if (piece > tokens - from % tokens) piece = tokens - from % tokens;
+      if (piece > keys.recent - from) piece = keys.recent - from;
+      run->format = pool_format;
+    } else {
+      const int start = keys.row->row->start;
+      const bool staged = from >= start;  // the row's own
+      uint8_t *layer = staged ? b->ring_stage : ring_layer(b, keys.row->slab, keys.kv);
+      const size_t rows = staged ? b->config->wave_columns : b->ring_tokens;
+      const size_t at = staged ? keys.row->column + from - start : from % b->ring_tokens;
+      bytes = b->ring_bytes;
+      for (int p = 0; p < kKvPlanes; p++)
+        plane[p] = ring_row(b, layer, rows, p, at) + keys.head * bytes[p];
+      if (!staged && piece > start - from) piece = start - from;
+      if (!staged && piece > static_cast<int>(rows - at)) piece = static_cast<int>(rows - at);
+      run->format = KSL_KV_INT8_G64;
+    }
+    run->n = piece;
+    run->k = plane[0];
+    run->k_scale = plane[1];
+    run->v = plane[2];
+    run->v_scale = plane[3];
+    run->k_step = heads * bytes[0];
+    run->k_scale_step = heads * bytes[1];
+    run->v_step = heads * bytes[2];
+    run->v_scale_step = heads * bytes[3];
     from += piece;
   }
   return n;
 }
 
-// Adds one tile, as far as they see it, to the running results of consecutive columns of a row.
-void run_tile(const LayerTask *t, WorkerScratch *w, const float *query, int columns, int column,
-              int head, int tile, float *m, float *l, float *acc) {
+// Adds one tile, as far as they see it, to the running results of consecutive columns of a row that
+// read its keys in the same formats.
+void run_columns(const LayerTask *t, WorkerScratch *w, const float *query, int columns, int column,
+                 int head, int tile, int recent, float *m, float *l, float *acc) {
   Backend *b = t->b;
   const ModelSpec *s = b->spec;
-  const int position = b->batch->position[column], slot = b->batch->slot[column];
+  const int position = b->batch->position[column];
   const int from = tile ? tile * kTileKeys : t->first_key, end = (tile + 1) * kTileKeys;
   int n_keys[kMaxQueries], to = from;
   for (int c = 0; c < columns; c++) {
     to = position + c + 1 < end ? position + c + 1 : end;
     n_keys[c] = to - from;
   }
+  const Keys keys = {t->kv, head, b->batch->slot[column], recent,
+                     t->ring ? &b->rows[b->batch->row[column]] : nullptr};
   KvRun runs[kMaxRuns], next[kMaxRuns];
-  const int n_runs = find_runs(b, t->kv, slot, head, from, to, runs);
+  const int n_runs = find_runs(b, keys, from, to, runs);
   int n_next = 0;
   const int last = position + columns;
   if (end < last) {
     const int next_end = end + kTileKeys < last ? end + kTileKeys : last;
-    n_next = find_runs(b, t->kv, slot, head, end, next_end, next);
+    n_next = find_runs(b, keys, end, next_end, next);
   }
   b->attn->tile(runs, n_runs, next, n_next, query, s->heads / s->kv_heads, columns, n_keys,
                 s->head_dim, w->tile, m, l, acc);
+}
+
+// The same for any consecutive columns of a row. With a ring, the first key that a column reads in
+// int8 moves with it: those for which it lies outside of the tile go together.
+void run_tile(const LayerTask *t, WorkerScratch *w, const float *query, int columns, int column,
+              int head, int tile, float *m, float *l, float *acc) {
+  if (!t->ring) {
+    run_columns(t, w, query, columns, column, head, tile, INT32_MAX, m, l, acc);
+    return;
+  }
+  const Backend *b = t->b;
+  const int group = b->spec->heads / b->spec->kv_heads, d = b->spec->head_dim;
+  const int from = tile * kTileKeys, end = from + kTileKeys;
+  const int first = b->batch->position[column] + 1 - b->ring_tokens;  // of column 0
+  for (int c = 0, n; c < columns; c += n) {
+    const int recent = first + c;
+    if (recent <= from)
+      n = from - recent + 1;
+    else
+      n = recent < end ? 1 : columns;
+    if (n > columns - c) n = columns - c;
+    const size_t h = static_cast<size_t>(c) * group;
+    run_columns(t, w, query + h * d, n, column + c, head, tile, recent <= from ? from : recent,
+                m + h, l + h, acc + h * d);
+  }
 }
 
 void start(int queries, float *m, float *l) {
@@ -291,6 +349,7 @@ void stage_attn_core(void *context, int layer) {
   } else {
     parallel(b, pairs, keys * b->spec->q_width * 2, core_task, &task);
   }
+  if (task.ring) ring_advance(b, task.kv);
 }
 
 void stage_attn_gate(void *context, int) {

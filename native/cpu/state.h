@@ -45,6 +45,7 @@ struct LayerWeights {
 struct Batch {
   int n;
   int32_t *token, *position, *slot;
+  int32_t *row;          // index into Backend.rows
   float *cos, *sin;      // [n][rotary_dims / 2]
   const float **hidden;  // MTP: the hidden state before this position
 };
@@ -112,7 +113,14 @@ struct Backend {
   // Of the planes of a layer in a block (budget.h), in bytes: where each begins, its rows.
   size_t kv_offset[kKvPlanes], kv_bytes[kKvPlanes];
   size_t kv_layer_bytes, block_bytes;
-  int32_t *tables;  // [slots][max_blocks_per_slot], -1: none
+  // The ring of INT8RING_INT4 (kv_ring.cc): its positions, 0 where there is none; where it begins
+  // in a slab, in floats; bytes of a head's row in each plane and in all planes before; bytes of a
+  // layer.
+  int ring_tokens;
+  size_t ring_offset, ring_bytes[kKvPlanes], ring_before[kKvPlanes], ring_layer_bytes;
+  uint8_t *ring_stage;  // rows of the running layer, of all columns of the wave
+  uint8_t *ring_keep;   // of rows with drafts, all layers: [layers][keep_columns]
+  int32_t *tables;      // [slots][max_blocks_per_slot], -1: none
   SlotState *slots;
   uint64_t pool_bytes, scratch_bytes;
 
@@ -207,6 +215,26 @@ inline KvPlace kv_place(const Backend *b, int slot, int layer, int position) {
   return {b->blocks + block * b->block_bytes + layer * b->kv_layer_bytes,
           static_cast<size_t>(position % tokens) * b->spec->kv_heads};
 }
+
+// ---- kv_ring.cc
+
+// Row `row` of its first head in a plane of a layer that holds `rows` rows.
+inline uint8_t *ring_row(const Backend *b, uint8_t *layer, size_t rows, int plane, size_t row) {
+  return layer + b->spec->kv_heads * (rows * b->ring_before[plane] + row * b->ring_bytes[plane]);
+}
+inline uint8_t *ring_layer(const Backend *b, float *slab, int kv) {
+  return reinterpret_cast<uint8_t *>(slab + b->ring_offset) + kv * b->ring_layer_bytes;
+}
+// Fills the fields of the ring; the rest of the pools is laid out.
+void ring_init(Backend *b);
+// Memory for the wave; false when there is none.
+bool ring_scratch(Backend *b);
+// Encodes one column of a layer.
+void ring_stage(Backend *b, int column);
+// After attention of a trunk layer: what its columns leave in the rings of slabs and cuts.
+void ring_advance(Backend *b, int kv);
+// The same for the committed columns of rows with drafts, in all layers.
+void ring_commit_kept(Backend *b);
 
 // ---- stages
 

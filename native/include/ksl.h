@@ -57,7 +57,8 @@ enum {
   KSL_KV_INT8_G64 = 4,     /* int8, a half scale per 64 channels */
   KSL_KV_INT4_G32 = 5,     /* int4, a half scale per 32 channels */
   KSL_KV_INT8RING_INT4 = 6 /* INT4_G32, and the last kv_ring positions also in INT8_G64 in the slab:
-                              a query at p reads the int8 row of key j if p - j < kv_ring */
+                              a query at p reads the int8 row of key j if p - j < kv_ring. The MTP
+                              layer has INT4_G32 alone. */
 };
 
 /* Layer kinds. */
@@ -121,6 +122,7 @@ typedef struct ksl_config {
   int32_t wave_columns;                       /* most columns of a wave, decode rows included */
   int32_t ring_depth;                         /* waves that may be submitted and not yet done */
   int32_t kv_format;
+  int32_t kv_ring; /* of INT8RING_INT4: a multiple of 64; unused by the others */
   /* execution */
   int32_t activations;        /* KSL_ACT_* */
   int32_t isa, threads, nice; /* threads 0: one per core */

@@ -82,6 +82,7 @@ class Driver:
         blocks_per_slot: int = 16,
         wave_columns: int = 160,
         kv: str = "f32",
+        kv_ring: int = 64,
         activations: str = "float",
         isa: str = "auto",
         threads: int = 1,
@@ -121,7 +122,7 @@ class Driver:
         config.slots, config.slabs, config.blocks = slots, slabs, blocks
         config.block_tokens, config.max_blocks_per_slot = block_tokens, blocks_per_slot
         config.wave_columns, config.ring_depth = wave_columns, 2
-        config.kv_format = KV_NUMBERS[kv]
+        config.kv_format, config.kv_ring = KV_NUMBERS[kv], kv_ring
         config.activations = ACTIVATION_NUMBERS[activations]
         config.isa, config.threads = ISA_NAMES[isa], threads
         config.test_hooks = int(test_hooks)

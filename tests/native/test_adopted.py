@@ -29,8 +29,9 @@ from tests.tiny import tiny_arrays, tiny_spec, tiny_tensors, wide_spec
 from tests.world import Recorder
 
 POOLS = PoolSizes(
-    slots=3, slabs=24, blocks=90, block_tokens=16, blocks_per_slot=10, wave_columns=40, ring_depth=1
-)
+    slots=3, slabs=24, blocks=90, block_tokens=16, blocks_per_slot=10, wave_columns=40,
+    ring_depth=1, kv_ring=64,
+)  # fmt: skip
 POLICY = CachePolicy(min_tokens=4, gap=3, interval=40, host_bytes=0, disk_min_tokens=4)
 LIMITS = SchedLimits(3, 16, 32, 1e6, 1e6, 0.0, 0.0, 160)
 GREEDY = SamplingParams(temperature=0.0)
@@ -44,7 +45,7 @@ Model = tuple[ModelSpec, list[TensorArg], str]  # with the KV format
 each_sampling = pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "hot"])
 
 
-@pytest.fixture(scope="module", params=["bf16", "q4"])
+@pytest.fixture(scope="module", params=["bf16", "q4", "int8ring_int4"])
 def model(request: pytest.FixtureRequest) -> Model:
     spec = tiny_spec() if request.param == "bf16" else wide_spec()
     return spec, tiny_tensors(spec, tiny_arrays(spec, seed=3), "mixed"), request.param

@@ -21,7 +21,10 @@ each_path = pytest.mark.parametrize("isa", ISA_PATHS)
 # Both arithmetics of weights and of attention; every way to read a KV row.
 each_form = pytest.mark.parametrize(
     ("kv", "arithmetic"),
-    [("f32", "float"), ("f32", "auto"), ("bf16", "auto"), ("q4", "auto"), ("int8_g64", "auto")],
+    [
+        *(("f32", "float"), ("f32", "auto"), ("bf16", "auto"), ("q4", "auto")),
+        *(("int8_g64", "auto"), ("int8ring_int4", "auto")),
+    ],
 )
 few = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

@@ -16,7 +16,7 @@ from kslserve.ksl.convert import convert
 from kslserve.ksl.model import ModelFile
 from kslserve.ksl.open import open_model
 from tests.native.driver import Driver
-from tests.tiny import tiny_arrays, tiny_spec, tiny_tensors
+from tests.tiny import tiny_arrays, tiny_spec, tiny_tensors, wide_spec
 from tests.unit.ksl import ksl1_reference as one
 from tests.unit.ksl import ksl_reference as reference
 from tests.unit.ksl.test_ksl1_write import source_folder
@@ -76,11 +76,11 @@ def test_the_same_logits_from_every_file(tmp_path: Path, tied: bool) -> None:
         assert of(opened) == wanted
 
 
-@pytest.mark.parametrize("kv", ["f32", "bf16"])
+@pytest.mark.parametrize("kv", ["f32", "bf16", "int8ring_int4"])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("activations", ["auto", "float"])
 def test_the_memory_plan_is_the_engines(kv: str, threads: int, activations: str) -> None:
-    spec = tiny_spec()
+    spec = wide_spec() if kv == "int8ring_int4" else tiny_spec()
     tensors = tiny_tensors(spec, tiny_arrays(spec), "e2m3")
     sizes = {"slots": 6, "slabs": 10, "blocks": 96, "block_tokens": 16, "blocks_per_slot": 16}
     with Driver(
@@ -94,9 +94,9 @@ def test_the_memory_plan_is_the_engines(kv: str, threads: int, activations: str)
         activations=activations,
     ) as driver:
         info = driver.info
-        assert info.slab_bytes == budget.slab_bytes(spec, kv)
+        assert info.slab_bytes == budget.slab_bytes(spec, kv, 64)
         assert info.block_bytes == budget.block_bytes(spec, kv, 16)
         assert info.kv_token_bytes == budget.kv_token_bytes(spec, kv)
-        planned = budget.workspace_bytes(spec, 6, 160, threads, activations == "auto")
+        planned = budget.workspace_bytes(spec, 6, 160, threads, activations == "auto", kv)
         # what the plan leaves out are a few structures per slot, column and thread
         assert planned <= info.scratch_bytes <= planned * 1.01 + 64 * 1024

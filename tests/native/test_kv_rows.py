@@ -13,7 +13,8 @@ from hypothesis.extra import numpy as arrays
 
 from kslserve.core.sampling import SamplingParams
 from kslserve.engine import kvrows
-from kslserve.engine.budget import KV_FORMATS, kv_row_bytes, kv_token_bytes
+from kslserve.engine.budget import KV_FORMATS, kv_row_bytes, kv_token_bytes, ring_bytes
+from kslserve.engine.model import ModelSpec
 from kslserve.engine.types import OpKind, RowKind, StateOp
 from kslserve.errors import EngineError
 from tests import kv_reference as reference
@@ -145,7 +146,7 @@ def test_an_engine_refuses_heads_that_a_format_does_not_take() -> None:
         Driver(spec, tensors, kv="q4")
 
 
-@pytest.mark.parametrize("kv", [*COMPACT, "bf16"])
+@pytest.mark.parametrize("kv", [*COMPACT, "int8ring_int4", "bf16"])
 def test_the_pool_holds_the_rows_of_keys_and_values(kv: str, isa: str) -> None:
     """Prompt chunks, decode steps and the MTP layer: block images are the encoded taps."""
     spec = wide_spec()
@@ -180,6 +181,123 @@ def test_the_pool_holds_the_rows_of_keys_and_values(kv: str, isa: str) -> None:
                 found = b"".join(image[at : at + rows * width].tobytes() for image in images)
                 assert found == plane[: 2 * rows].tobytes()
                 at += rows * width
+
+
+RING = 64
+
+
+def ring_planes(image: npt.NDArray[np.uint8], spec: ModelSpec) -> list[bytes]:
+    """The planes of the first trunk layer's ring in a slab image."""
+    at, planes = len(image) - ring_bytes(spec, "int8ring_int4", RING), []
+    for side in (reference.KEY, reference.VALUE):
+        for width in kv_row_bytes(spec.head_dim, "int8_g64", side):
+            size = RING * spec.kv_heads * width
+            planes.append(image[at : at + size].tobytes())
+            at += size
+    return planes
+
+
+def ring_reference(x: F32, side: int) -> list[bytes]:
+    """Planes of a ring over positions x [n, kv_heads, head_dim]."""
+    planes = []
+    for plane in reference.encode("int8_g64", side, x.reshape(-1, x.shape[2])):
+        rows = plane.reshape(len(x), -1)
+        ring = np.zeros((RING, rows.shape[1]), rows.dtype)
+        for position, row in enumerate(rows):
+            ring[position % RING] = row
+        planes.append(ring.tobytes())
+    return planes
+
+
+def read_by_position(q: F32, keys: F32, values: F32) -> dict[str, F32]:
+    """Attention [n, heads, head_dim] in float64: a query reads the last RING positions in int8 and
+    those before in int4; and, as controls, all in int8 or all in int4."""
+    n, heads, d = q.shape
+    group = heads // keys.shape[1]
+
+    def stored(kv: str, side: int, x: F32) -> F32:
+        rows = x.reshape(-1, d)
+        return reference.decode(kv, side, *reference.encode(kv, side, rows), d).reshape(x.shape)
+
+    recent, old = (
+        [stored(kv, side, x) for side, x in ((reference.KEY, keys), (reference.VALUE, values))]
+        for kv in ("int8_g64", "int4_g32")
+    )
+    age = np.arange(n)[:, None] - np.arange(n)[None]
+    out = {}
+    for name, near in (("ring", age < RING), ("int8", age < n), ("int4", age < 0)):
+        result = np.zeros(q.shape)
+        for h in range(heads):
+            k, v = (
+                np.where(near[:, :, None], recent[i][:, h // group], old[i][:, h // group])
+                for i in (0, 1)
+            )
+            scores = np.einsum("pd,pjd->pj", q[:, h].astype(np.float64), k) / np.sqrt(d)
+            scores[age < 0] = -np.inf
+            p = np.exp(scores - scores.max(axis=1, keepdims=True))
+            result[:, h] = np.einsum("pj,pjd->pd", p / p.sum(axis=1, keepdims=True), v)
+        out[name] = result
+    return out
+
+
+@pytest.mark.parametrize("plan", [[150], [70, 1, 16, 17, 1, 45], [1] * 20 + [130]])
+def test_a_ring_is_read_by_position(isa: str, plan: list[int]) -> None:
+    """Whatever the rows: the slab ends with the last positions in int8, and a query reads a key in
+    int8 when it is one of its own last positions."""
+    spec = wide_spec()
+    tensors = tiny_tensors(spec, tiny_arrays(spec), "bf16")
+    ids = np.random.default_rng(2).integers(0, 199, 150).astype(np.int32)
+    names = [f"layers.1.{name}" for name in ("attn_q", "attn_k", "attn_v", "attn_pregate")]
+    taps: list[list[F32]] = [[] for _ in names]
+    with Driver(spec, tensors, kv="int8ring_int4", kv_ring=RING, isa=isa) as driver:
+        stream = driver.begin(0)
+        for n in plan:
+            row = stream.row(RowKind.PREFILL, ids[stream.position : stream.position + n])
+            result = stream.run(row, names)
+            for found, name in zip(taps, names, strict=True):
+                found.append(result.taps[name].reshape(n, -1, spec.head_dim))
+        image = driver.slab_image(stream.slab)
+    q, k, v, out = (np.concatenate(found) for found in taps)
+    assert ring_planes(image, spec) == [
+        *ring_reference(k, reference.KEY), *ring_reference(v, reference.VALUE)
+    ]  # fmt: skip
+    expected = read_by_position(q, k, v)
+    assert np.abs(out - expected["ring"]).max() < 1e-4
+    for control in ("int8", "int4"):
+        assert np.abs(out - expected[control]).max() > 1e-3
+
+
+def test_rejected_drafts_leave_no_trace_in_a_ring(isa: str) -> None:
+    """And a cut inside a row has the ring of its own position."""
+    spec = wide_spec()
+    tensors = tiny_tensors(spec, tiny_arrays(spec), "bf16")
+    ids = np.random.default_rng(2).integers(0, 199, 150).astype(np.int32)
+    with Driver(spec, tensors, kv="int8ring_int4", kv_ring=RING, isa=isa) as driver:
+        plain, drafted = driver.begin(0), driver.begin(1)
+        plain.prefill(ids[:90])
+        drafted.run(drafted.row(RowKind.PREFILL, ids[:120], cuts=((3, 8), (90, 9))))
+        assert np.array_equal(driver.slab_image(9), driver.slab_image(0))
+        short = driver.begin(2)
+        short.prefill(ids[:3])
+        assert np.array_equal(driver.slab_image(8), driver.slab_image(2))
+        first = plain.last(ids[90:120])
+        drafted = driver.begin(1)
+        drafted.prefill(ids[:119])
+        again = drafted.last(ids[119:120])
+        assert again == first
+        second = plain.decode(1)[0]
+        wrong = [(second + 1) % 199, 5, 6]
+        row = drafted.verify(first, wrong)
+        assert (row.accepted, row.tokens) == (0, [second])
+        assert np.array_equal(driver.slab_image(0), driver.slab_image(1))
+
+
+def test_a_ring_is_whole_tiles() -> None:
+    spec = wide_spec()
+    tensors = tiny_tensors(spec, tiny_arrays(spec), "bf16")
+    for tokens in (0, 32, 100):
+        with pytest.raises(Refused, match=f"kv_ring is {tokens}, must be a multiple of 64"):
+            Driver(spec, tensors, kv="int8ring_int4", kv_ring=tokens)
 
 
 def resident() -> int:

@@ -65,6 +65,7 @@ def test_lists_switches_and_auto() -> None:
         ({"io_timeout_s": "nan"}, {}, "--io-timeout-s must be a number"),
         ({"io_timeout_s": "-1"}, {}, "--io-timeout-s must be at least 0"),
         ({"block_tokens": "100"}, {}, "--block-tokens must be a multiple of 16, not 100"),
+        ({"kv_ring": "100"}, {}, "--kv-ring must be a multiple of 64, not 100"),
         ({}, {"KSL_TEST_HOOKS": "yes"}, "KSL_TEST_HOOKS is a switch: 0 or 1, not 'yes'"),
         ({}, {"KSL_PROT": "1"}, "unknown environment setting KSL_PROT (did you mean `port`?)"),
         ({"draft_lanes": "17"}, {}, "--draft-lanes must be at most 16, not 17"),
