@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -64,8 +65,21 @@ async def score(engine: NativeEngine, ids: list[int], columns: int, vocab: int) 
     return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
 
 
+def whole(tensor: TensorArg) -> TensorArg:
+    """A tensor with its values in memory."""
+    if tensor.read is None:
+        return tensor
+    parts = list(tensor.read(0, tensor.rows))
+    joined = [
+        None if column[0] is None else np.concatenate([np.ravel(part) for part in column])
+        for column in zip(*parts, strict=True)
+    ]
+    data, scales, globals_ = joined
+    return replace(tensor, read=None, data=data, scales=scales, globals_=globals_)
+
+
 def as_nvfp4(tensor: TensorArg) -> TensorArg:
-    """An FP6 matrix of a layer in NVFP4, other tensors as they are."""
+    """An FP6 matrix of a layer, with its values in memory, in NVFP4; other tensors as they are."""
     if tensor.encoding != codecs.ENC_E2M3 or tensor.name == HEAD:
         return tensor
     rows, cols = tensor.rows, tensor.cols
@@ -78,7 +92,7 @@ def as_nvfp4(tensor: TensorArg) -> TensorArg:
 
 def run(model: str, nvfp4: bool, activations: str, columns: int) -> F64:
     with open_model(model, weights="fp6") as opened:
-        tensors = [as_nvfp4(t) for t in opened.tensors] if nvfp4 else opened.tensors
+        tensors = [as_nvfp4(whole(t)) for t in opened.tensors] if nvfp4 else opened.tensors
         blocks = 2048 // BLOCK
         sizes = PoolSizes(
             slots=1, slabs=1, blocks=blocks, block_tokens=BLOCK, blocks_per_slot=blocks,

@@ -266,6 +266,7 @@ def _info(library: Any, handle: Any, pools: PoolSizes, kv_format: str) -> Engine
         has_mtp=bool(raw.has_mtp),
         isa=_text(raw.isa),
         activation=_text(raw.activation),
+        note=_text(raw.note),
         equality=_text(raw.equality),
         numerics=_text(raw.numerics),
         kv_format=kv_format,

@@ -144,7 +144,8 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Fixed facts of an open engine. Sizes in bytes; equality: `bit` or `tolerance`."""
+    """Fixed facts of an open engine. Sizes in bytes; equality: `bit` or `tolerance`; note: a
+    sentence for whoever starts it, or empty."""
 
     name: str
     vocab: int
@@ -161,6 +162,7 @@ class EngineInfo:
     threads: int = 1
     isa: str = ""
     activation: str = "float"
+    note: str = ""
     equality: str = "bit"
     numerics: str = ""
     kv_format: str = "f32"

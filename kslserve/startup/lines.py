@@ -48,7 +48,8 @@ def describe(
         f"sampling  {describe_sampling(served.defaults)}",
         f"drafts    {describe_drafts(drafts)}",
     ]
-    return lines + [f"note      {note}" for note in notes]
+    said = [info.note] if info.note else []
+    return lines + [f"note      {note}" for note in [*said, *notes]]
 
 
 def plan_line(settings: Settings, spec: ModelSpec, plan: PoolPlan, weights: int, free: int) -> str:

@@ -13,7 +13,7 @@ namespace ksl {
 
 namespace {
 
-const Split kNoSplit = {nullptr, 0, 1.0f, 0, false, false};
+const Split kNoSplit = {nullptr, 0, 1.0f, 0, false, false, false};
 
 Split split_for(const Group &group, const Split &split) {
   return group.n_packed > 0 ? split : kNoSplit;
@@ -577,7 +577,7 @@ void tap_append(Backend *b, Tap tap, int layer, const float *data, int64_t strid
 }
 
 void form_splits(Backend *b) {
-  const bool wide = b->major == 9 && b->batch.n > kWideTokens;
+  const bool wide = (b->major == 9 || b->scaled) && b->batch.n > kWideTokens;
   Split *const splits[] = {&b->hidden_split, &b->value_split, &b->query_split, &b->mlp_split,
                            &b->mtp_split};
   for (Split *split : splits)

@@ -72,8 +72,11 @@ int open_device(Backend *b, ksl_error *error) {
   }
   b->major = properties.major;
   snprintf(b->name, sizeof b->name, "sm_%d%d", properties.major, properties.minor);
-  b->processors = properties.multiProcessorCount;
+  b->device.room = {properties.multiProcessorCount,
+                    static_cast<int>(properties.sharedMemPerMultiprocessor),
+                    static_cast<int>(properties.sharedMemPerBlockOptin)};
   b->most_slices = 1;
+  b->scaled = b->config->activations == KSL_ACT_AUTO && block_scaled_runs(b->device, b->major);
   return KSL_OK;
 }
 
@@ -171,7 +174,7 @@ int make_pools(Backend *b, ksl_error *error) {
 
 Split make_split(Backend *b, int columns, int width, float scale) {
   Split split = {nullptr, divide_up(width, kSuper) * (kSuper / kPiece), scale, 0,
-                 b->config->activations == KSL_ACT_AUTO, false};
+                 b->config->activations == KSL_ACT_AUTO && !b->scaled, false, b->scaled};
   const size_t groups = divide_up(columns, kTileTokens);
   // A panel of the same tokens, one of e4m3 behind it, and what a kernel reads behind the last.
   split.data =
@@ -523,11 +526,17 @@ void cuda_info(Backend *b, ksl_info *info) {
   // than kWideTokens columns, and on the length of its row where prompt rows may have kLongRow.
   const bool packed = b->encodings & (1u << KSL_ENC_E2M3 | 1u << KSL_ENC_NVFP4);
   const bool large = b->config->wave_columns > kWideTokens;
-  const bool both = packed && b->major == 9 && large;
+  const bool both = packed && (b->major == 9 || b->scaled) && large;
   const bool dense = large && b->encodings & 1u << KSL_ENC_BF16;
   const bool e4m3 = b->encodings & 1u << KSL_ENC_E2M3 && b->config->activations == KSL_ACT_AUTO;
-  snprintf(info->activation, sizeof info->activation, "%s%s", packed ? "f16" : "float",
-           both && e4m3 ? ", e4m3" : "");
+  const bool terms = b->scaled && b->encodings & 1u << KSL_ENC_NVFP4;
+  snprintf(info->activation, sizeof info->activation, "%s%s%s", packed ? "f16" : "float",
+           both && e4m3 ? ", e4m3" : "", both && terms ? ", 2xe2m1" : "");
+  if (b->major == 12)
+    snprintf(info->note, sizeof info->note,
+             "the kernels for %s have been compiled and emulated, not run: "
+             "`kslserve selftest --device cuda` checks them on this card",
+             b->name);
   snprintf(info->equality, sizeof info->equality,
            both || dense || b->long_rows ? "tolerance" : "bit");
   int at = snprintf(info->numerics, sizeof info->numerics,

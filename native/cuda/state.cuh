@@ -80,8 +80,7 @@ struct Backend {
   const ksl_config *config;
   Alloc *alloc;
   Device device;
-  int processors;  // of the device
-  void **owned;    // device memory
+  void **owned;  // device memory
   int n_owned, owned_capacity;
   uint64_t device_bytes;  // given out by own_device
   uint8_t *arena;         // what own_device gives out parts of; null: it allocates each
@@ -151,6 +150,7 @@ struct Backend {
   Graph graphs[kGraphs];
   int n_graphs;
   uint64_t graph_clock;
+  bool scaled;      // packed products of many tokens are block-scaled
   bool attn_tiles;  // attention of short rows runs on tensor cores
   bool long_rows;   // prompt rows of kLongRow columns and more have kernels of their own
   bool no_graphs;   // capturing failed: waves are launched kernel by kernel

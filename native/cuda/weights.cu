@@ -13,7 +13,6 @@ namespace ksl {
 namespace {
 
 constexpr int64_t kStageBytes = 64 << 20;  // stored codes of one piece on their way
-constexpr int kMaxWays = 2;
 
 struct Loader {
   Backend *b;
@@ -190,36 +189,6 @@ int pack_tensor(Loader *in, const ksl_tensor *t, Packed *to, int first, int mode
   return b->device.error == cudaSuccess ? KSL_OK : device_failed(in, t->name);
 }
 
-// Divides a product among the processors, with enough warps on each. summed: its reader adds
-// slices, of which there are as many as leave a block with few but equal tiles. Part of the
-// numerics, so it depends on the shape and the device alone.
-void choose_shares(Packed *m, int processors, bool summed) {
-  double best = 1e30;
-  for (int slices = 1; slices <= (summed ? kMaxSlices : 1) && slices <= m->supers; slices++) {
-    int shares = processors / slices;
-    if (shares > m->tiles) shares = m->tiles;
-    if (shares < 1) break;
-    const int tiles = divide_up(m->tiles, shares), range = divide_up(m->supers, slices);
-    // Slices have a price at the reader, few warps another.
-    const double few = tiles * kMaxWays < kMaxStreamWarps * 2 / 3 ? 1.1 : 1.0;
-    const double cost = tiles * range * few * (1 + 0.02 * slices);
-    if (cost >= best) continue;
-    best = cost;
-    m->slices = slices;
-    m->shares = shares;
-    m->set_tiles = tiles;
-    m->ways = 1;
-    if (tiles > kMaxStreamWarps) {
-      m->set_tiles = kMaxStreamWarps / 2;
-      m->ways = 2;
-    } else {
-      m->ways = kMaxStreamWarps / tiles;
-      if (m->ways > kMaxWays) m->ways = kMaxWays;
-      if (m->ways > range) m->ways = range;
-    }
-  }
-}
-
 struct Wanted {
   const char *name;
   int64_t rows;
@@ -266,7 +235,12 @@ int load_group(Loader *in, const Wanted *wanted, int n, int64_t cols, GroupUse u
       part->first = pair ? 0 : m->tiles;
       m->tiles = pair ? part->tiles : m->tiles + part->tiles;
     }
-    choose_shares(m, b->processors, use == kSummed);
+    const Shares shares = choose_shares(m->tiles, m->supers, packed_block_bytes(encoding),
+                                        use == kSummed, b->device.room);
+    m->set_tiles = shares.set_tiles;
+    m->ways = shares.ways;
+    m->slices = shares.slices;
+    m->shares = shares.shares;
     if (m->slices > b->most_slices) b->most_slices = m->slices;
     const uint64_t bytes =
         static_cast<uint64_t>(m->tiles) * m->supers * packed_block_bytes(encoding);

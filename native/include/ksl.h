@@ -149,9 +149,10 @@ typedef struct ksl_info {
   uint64_t pool_bytes;     /* slabs, blocks, tables, slot state */
   uint64_t scratch_bytes;  /* activation arena */
   char isa[16];            /* "scalar", "avx2", "avx512" */
-  char activation[16];     /* "float": no activation quantisation; "int8" */
+  char activation[24];     /* "float": no activation quantisation; "int8" */
   char equality[16];       /* "bit" or "tolerance", for every property of the contract */
   char numerics[128];      /* build, ISA path and formats: equal strings mean equal bits */
+  char note[160];          /* a sentence for whoever starts this engine, or "" */
 } ksl_info;
 
 /* Sampling of one slot, set by CONFIGURE. Order of application: repetition penalty over prompt and

@@ -14,7 +14,7 @@ from kslserve.errors import EngineError
 from kslserve.selftest import parity
 from kslserve.selftest.models import SHAPES, random_tensors
 
-ROWS = ["decode", "decode of 5", "drafts", "prompt", "prompt beside decode"]
+ROWS = ["decode", "decode of 5", "drafts", "short prompts", "prompt", "prompt beside decode"]
 
 
 def opener(isa: str, spec: ModelSpec, tensors: list[TensorArg], sizes: PoolSizes) -> NativeEngine:

@@ -5,6 +5,7 @@
 
 #include "../../common/abi.h"
 #include "../../common/small_float.h"
+#include "room.cuh"
 
 namespace ksl {
 
@@ -13,6 +14,7 @@ struct Device {
   cudaStream_t stream;
   cudaError_t error;
   const char *what;  // the operation that failed
+  Room room;
 };
 
 inline bool keep_error(Device *device, cudaError_t code, const char *what) {

@@ -20,6 +20,7 @@ struct Split {
   int groups;    // 0, or `data` is a panel of so many eights of tokens
   bool e4m3;     // FP6 weights take a panel as e4m3
   bool direct;   // its readers all do: who has a whole token writes that at once
+  bool scaled;   // a panel is for block_scaled.cuh, and e4m3 is not set
 };
 
 __host__ __device__ inline Panel panel_of(const Split &split) {

@@ -1,20 +1,20 @@
 // Products of activations with weights, y[token][row] = sum_k x[token][k] w[row][k].
 //
-// Four kinds. `stream` takes FP6 and NVFP4 weights in fragment order through tensor cores; `wide`
-// does the same for waves of many tokens, with activations in halves or e4m3; `plain` decodes any
+// Five kinds. `stream` takes FP6 and NVFP4 weights in fragment order through tensor cores; `wide`
+// does the same for waves of many tokens on sm_90a, with activations in halves or e4m3;
+// `block_scaled` on sm_120a, with activations in e4m3 or in two NVFP4 terms; `plain` decodes any
 // encoding and multiplies in float32; `dense` does bf16 for many tokens, equally exact. In each an
 // output element has one order of additions, whatever else is computed beside it.
 #pragma once
 #include "../common/raw.cuh"
 #include "../common/split.cuh"
+#include "shares.cuh"
 
 namespace ksl {
 
 constexpr int kGroupParts = 4;
 // Waves of more tokens are multiplied by the wide kernels, where the device has them.
 constexpr int kWideTokens = 64;
-constexpr int kMaxSlices = 8;
-constexpr int kMaxStreamWarps = 20, kMaxPlainWarps = 4;  // of a block
 
 struct Output {
   float *y;
@@ -50,6 +50,23 @@ struct Group {
   int plain_matrix[kGroupParts];
   int n_plain;
 };
+
+// Activations of many tokens for block-scaled products, in the memory behind a panel; see
+// lanes.cuh.
+struct Scaled {
+  uint8_t *data;    // [pieces][tokens][64]
+  uint8_t *scales;  // [stages of two pieces][tokens][bytes of the encoding]
+  float *factors;   // by token, NVFP4
+  int tokens;       // that there is room for
+};
+inline Scaled scaled_of(const Split &split) {
+  const int64_t panel = static_cast<int64_t>(split.pieces) * split.groups * 1024;
+  uint8_t *data = reinterpret_cast<uint8_t *>(split.data) + panel, *scales = data + panel / 2;
+  return {data, scales, reinterpret_cast<float *>(scales + panel / 16),
+          split.groups * kPanelTokens};
+}
+// Whether the device has them.
+bool block_scaled_runs(const Device &device, int major);
 
 // What a pair writes beside gate and up.
 struct PairOutput {

@@ -10,6 +10,7 @@
 // Scales: NVFP4 two bytes a lane and piece (row g, row g + 8); FP6 four halves a block, 2^14 times
 // the scale relative to the matrix's largest, by 128 elements and half of the tile.
 #include "gemm.cuh"
+#include "packed_bits.cuh"
 
 namespace ksl {
 
@@ -38,39 +39,25 @@ __global__ void pack_kernel(PackArgs a) {
   const int tile = a.first + static_cast<int>(a.mode == 0 ? row / 16 : row / 8);
   const int r =
       a.mode == 0 ? static_cast<int>(row % 16) : static_cast<int>(row % 8) + (a.mode == 2 ? 8 : 0);
-  const int lane = (r & 7) * 4 + s, upper = r >> 3;
-  const int k0 = super * kSuper + piece * kPiece + s * 16;
+  const int upper = r >> 3, k0 = super * kSuper + piece * kPiece + s * 16;
   const bool nvfp4 = a.raw.encoding == KSL_ENC_NVFP4;
   const int bytes = nvfp4 ? kBlockNvfp4 : kBlockE2m3;
   uint8_t *block = a.data + (static_cast<int64_t>(tile) * a.supers + super) * bytes;
-  unsigned *words = reinterpret_cast<unsigned *>(block + (piece * 32 + lane) * 16);
-  unsigned *plane = reinterpret_cast<unsigned *>(block + 2048 + lane * 16);
   for (int w = 0; w < 4; w++) {
-    unsigned main_bits = 0, second = 0;
+    PackedBits bits = {0, 0, 0, 0};
     for (int e = 0; e < 4; e++) {
       const int k = k0 + 4 * w + e;
-      if (k >= a.raw.cols) continue;
-      const unsigned code = raw_code(a.raw, local, k);
-      const int j = (e >> 1) * 2 + upper, high = 16 * (e & 1);
-      if (nvfp4) {
-        const int sign = j == 0 ? 15 : (j == 1 ? 12 : (j == 2 ? 14 : 13));
-        main_bits |= ((code & 7) << (9 - 3 * j) | (code >> 3) << sign) << high;
-      } else {
-        const int at = j == 3 ? 12 : 8 - 4 * j, t = 4 * (w & 1) + j;
-        main_bits |= ((code >> 1 & 15) << at) << high;
-        second |= ((code >> 5) << (15 - t) | (code & 1) << (7 - t)) << high;
-      }
+      const unsigned code = k < a.raw.cols ? raw_code(a.raw, local, k) : 0;
+      const PackedBits one = packed_bits(nvfp4, code, r, k % kSuper);
+      bits = {one.main_at, one.plane_at, bits.main | one.main, bits.plane | one.plane};
     }
-    if (main_bits) atomicOr(words + w, main_bits);
-    if (second) {
-      // Pieces 0 and 1 lie in the first 16 bytes of a lane, 2 and 3 in its second.
-      atomicOr(plane + (piece >> 1) * 128 + (piece & 1) * 2 + (w >> 1), second);
-    }
+    if (bits.main) atomicOr(reinterpret_cast<unsigned *>(block + bits.main_at), bits.main);
+    if (bits.plane) atomicOr(reinterpret_cast<unsigned *>(block + bits.plane_at), bits.plane);
   }
   if (nvfp4) {
     if (k0 < a.raw.cols) {
       const int64_t at = (static_cast<int64_t>(local) * a.raw.cols + k0) >> 4;
-      block[2048 + lane * 8 + piece * 2 + upper] = static_cast<const uint8_t *>(a.raw.scales)[at];
+      block[packed_nvfp4_scale(r, k0 % kSuper)] = static_cast<const uint8_t *>(a.raw.scales)[at];
     }
   } else if (s == 0 && (piece & 1) == 0) {
     const int across = (a.raw.cols + 127) >> 7, at = k0 >> 7;
@@ -79,7 +66,8 @@ __global__ void pack_kernel(PackArgs a) {
       const int e = static_cast<const uint8_t *>(a.raw.scales)[(local >> 7) * across + at];
       value = power_of_two(14 + e - a.unit);
     }
-    reinterpret_cast<__half *>(block + 3072)[(piece >> 1) * 2 + upper] = __float2half_rn(value);
+    *reinterpret_cast<__half *>(block + packed_e2m3_scale(piece >> 1, upper)) =
+        __float2half_rn(value);
   }
   if (rest == 0) {
     // NVFP4 products carry 2^-7; FP6 ones are in units of the largest scale.

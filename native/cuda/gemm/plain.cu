@@ -47,6 +47,10 @@ void wide_product(Device *device, const Packed &m, const Panel &x, const Output 
                   const PairOutput *pair, int tokens);
 void wide_product8(Device *device, const Packed &m, const Panel8 &x, const Output *outputs,
                    const PairOutput *pair, int tokens);
+void quantize_scaled(Device *device, const Panel &from, const Scaled &to, int encoding, int pieces,
+                     int tokens);
+void scaled_product(Device *device, const Packed &m, const Panel &from, const Scaled &x,
+                    const Output *outputs, const PairOutput *pair, int tokens);
 void quantize_panel(Device *device, const Panel &from, const Panel8 &to, int pieces, int tokens);
 
 void gemm_group(Device *device, const Group &group, const float *x, int x_stride,
@@ -63,7 +67,10 @@ void gemm_group(Device *device, const Group &group, const float *x, int x_stride
   bool quantized = false;
   for (int i = 0; i < group.n_packed; i++) {
     const Packed &m = group.packed[i];
-    if (split.groups > 0 && m.encoding == KSL_ENC_E2M3 && split.e4m3) {
+    if (split.groups > 0 && split.scaled) {
+      quantize_scaled(device, panel_of(split), scaled_of(split), m.encoding, split.pieces, tokens);
+      scaled_product(device, m, panel_of(split), scaled_of(split), outputs, pair, tokens);
+    } else if (split.groups > 0 && m.encoding == KSL_ENC_E2M3 && split.e4m3) {
       if (!quantized && !split.direct)
         quantize_panel(device, panel_of(split), panel8_of(split), split.pieces, tokens);
       quantized = true;

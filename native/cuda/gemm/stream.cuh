@@ -16,6 +16,13 @@
 namespace ksl {
 namespace {
 
+// Warps of a block's tiles: the fewer there can be, the more registers each has.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int kBoundWarps = kSmallStreamWarps;
+#else
+constexpr int kBoundWarps = kMaxStreamWarps;
+#endif
+
 struct StreamArgs {
   const uint8_t *data;
   const float *scale;
@@ -173,7 +180,7 @@ __device__ inline void meet(int warps) {
 // Up to kTokens tokens: every warp has a tile, or one of its ways, and fetches for itself, two
 // blocks at a time; the activations of the slice stay in shared memory.
 template <int kEncoding, int kTokens>
-__global__ void __launch_bounds__((kMaxStreamWarps + kMaxPlainWarps) * 32)
+__global__ void __launch_bounds__((kBoundWarps + kMaxPlainWarps) * 32)
     stream_few(const __grid_constant__ StreamArgs a) {
   constexpr int kBytes = Expand<kEncoding>::kBytes, kTwo = 2 * kBytes;
   constexpr int kLanes = kTokens * 4, kPart = kLanes * 16;
@@ -260,7 +267,7 @@ __global__ void __launch_bounds__((kMaxStreamWarps + kMaxPlainWarps) * 32)
 // a stage has one block of every tile and way. The others have kTiles tiles each, or one of their
 // ways.
 template <int kEncoding, int kTiles, int kGroups>
-__global__ void __launch_bounds__((kMaxStreamWarps / kTiles + kMaxPlainWarps + 1) * 32)
+__global__ void __launch_bounds__((kBoundWarps / kTiles + kMaxPlainWarps + 1) * 32)
     stream_many(const __grid_constant__ StreamArgs a) {
   constexpr int kBytes = Expand<kEncoding>::kBytes, kTokens = 8 * kGroups, kSuperBytes = 4096;
   extern __shared__ __align__(128) uint8_t memory[];

@@ -5,10 +5,6 @@
 namespace ksl {
 namespace {
 
-// Shared memory of a block: so much that a processor has one at a time (two on one processor would
-// end last), and not all, so that small kernels come up beside it.
-constexpr size_t kLeastShared = 118 * 1024, kMostShared = 212 * 1024;
-
 inline StreamArgs stream_args(const Packed &m, const Split &x, const Output *outputs,
                               const PairOutput *pair, const PlainArgs &plain, int tokens) {
   StreamArgs a = {};
@@ -39,59 +35,67 @@ inline StreamArgs stream_args(const Packed &m, const Split &x, const Output *out
   return a;
 }
 
-template <int kEncoding>
-size_t few_shared(const StreamArgs &a, int tokens) {
-  return static_cast<size_t>(a.set_tiles) * a.ways * a.stages *
-             (2 * Expand<kEncoding>::kBytes + 8) +
-         16 + static_cast<size_t>(divide_up(a.supers, a.slices)) * tokens * 512 +
-         a.set_tiles * (a.ways - 1) * 512;
-}
-
-template <int kEncoding>
-size_t many_shared(const StreamArgs &a, int tiles, int groups) {
-  const size_t part = a.set_tiles * Expand<kEncoding>::kBytes + groups * 4096;
-  return a.stages * (a.ways * part + 16) +
-         static_cast<size_t>(divide_up(a.set_tiles, tiles)) * (a.ways - 1) * tiles * groups * 512;
-}
-
 // Launches with as many stages as there is room for.
-template <class Shared>
+template <class Bytes>
 void launch_stream(Device *device, void (*kernel)(StreamArgs), StreamArgs a, int warps, int sets,
-                   Shared shared) {
+                   Bytes bytes) {
   a.stages = 8;
-  while (a.stages > 1 && shared(a) > kMostShared) a.stages--;
-  size_t bytes = shared(a);
-  if (bytes < kLeastShared) bytes = kLeastShared;
+  while (a.stages > 1 && bytes(a.stages) > stream_most(device->room)) a.stages--;
+  const int64_t least = stream_least(device->room), needed = bytes(a.stages);
   launch_chained(device, "stream", kernel, dim3(a.shares * a.slices, sets),
-                 (warps + a.plain_warps) * 32, bytes, a);
+                 (warps + a.plain_warps) * 32, needed > least ? needed : least, a);
+}
+
+inline Shares shares_of(const StreamArgs &a) {
+  return {a.set_tiles, a.ways, a.slices, a.shares};
+}
+
+template <int kEncoding, int kTokens>
+int64_t few_bytes(const StreamArgs &a, int stages) {
+  return stream_few_bytes(shares_of(a), Expand<kEncoding>::kBytes, stages,
+                          divide_up(a.supers, a.slices), kTokens);
 }
 
 template <int kEncoding, int kTokens>
 void run_few(Device *device, const StreamArgs &a) {
-  static const bool raised = raise_shared(device, stream_few<kEncoding, kTokens>, kMostShared);
+  static const bool raised =
+      raise_shared(device, stream_few<kEncoding, kTokens>, stream_most(device->room));
   (void)raised;  // per instance; the engine has one thread
   launch_stream(device, stream_few<kEncoding, kTokens>, a, a.set_tiles * a.ways, 1,
-                [](const StreamArgs &u) { return few_shared<kEncoding>(u, kTokens); });
+                [&](int stages) { return few_bytes<kEncoding, kTokens>(a, stages); });
 }
 
 template <int kEncoding, int kTiles, int kGroups>
 void run_many(Device *device, const StreamArgs &a) {
   static const bool raised =
-      raise_shared(device, stream_many<kEncoding, kTiles, kGroups>, kMostShared);
+      raise_shared(device, stream_many<kEncoding, kTiles, kGroups>, stream_most(device->room));
   (void)raised;
   launch_stream(device, stream_many<kEncoding, kTiles, kGroups>, a,
                 divide_up(a.set_tiles, kTiles) * a.ways + 1, divide_up(a.tokens, 8 * kGroups),
-                [](const StreamArgs &u) { return many_shared<kEncoding>(u, kTiles, kGroups); });
+                [&](int stages) {
+                  return stream_many_bytes(shares_of(a), Expand<kEncoding>::kBytes, stages, kTiles,
+                                           kGroups);
+                });
+}
+
+// Where the activations of a whole slice do not fit beside the rings, stream_many takes few tokens
+// too: both add in the same order.
+template <int kEncoding, int kTokens>
+void run_few_if(Device *device, const StreamArgs &a) {
+  if (few_bytes<kEncoding, kTokens>(a, 1) <= stream_most(device->room))
+    run_few<kEncoding, kTokens>(device, a);
+  else
+    run_many<kEncoding, 1, 1>(device, a);
 }
 
 template <int kEncoding>
 void run_stream(Device *device, const StreamArgs &a) {
   if (a.tokens == 1)
-    run_few<kEncoding, 1>(device, a);
+    run_few_if<kEncoding, 1>(device, a);
   else if (a.tokens == 2)
-    run_few<kEncoding, 2>(device, a);
+    run_few_if<kEncoding, 2>(device, a);
   else if (a.tokens <= 4)
-    run_few<kEncoding, 4>(device, a);
+    run_few_if<kEncoding, 4>(device, a);
   else if (a.tokens <= 8)
     run_many<kEncoding, 1, 1>(device, a);
   else if (a.tokens <= 16)

@@ -1,0 +1,87 @@
+// How products of few tokens are divided among the processors of a device, and the shared memory
+// that their blocks take. No device code: a host test goes through the shapes of models and
+// devices.
+#pragma once
+#include <stdint.h>
+
+#include "../common/room.cuh"
+
+namespace ksl {
+
+constexpr int kMaxSlices = 8;
+constexpr int kMaxStreamWarps = 20, kMaxPlainWarps = 4;  // of a block
+constexpr int kMaxStreamWays = 2;
+// Of a block of a device that has less than the 227 KiB of sm_90 for one.
+constexpr int kSmallStreamWarps = 12;
+constexpr int kSuperBytes = 4096;  // the activations of eight tokens beside a block of weights
+
+// How a stream kernel's block is cut, see stream.cuh. ways and slices are part of the numerics.
+struct Shares {
+  int set_tiles, ways, slices, shares;
+};
+
+// A stream kernel takes so much that a processor has one block at a time, since two on one would
+// end last, and not all, so that small kernels come up beside it.
+constexpr int64_t stream_least(const Room &room) {
+  return room.processor_bytes / 2 + 4096;
+}
+constexpr int64_t stream_most(const Room &room) {
+  const int64_t most = room.processor_bytes - 16384;
+  return most < room.block_bytes ? most : room.block_bytes;
+}
+
+// Bytes of stream_few and stream_many. weights: bytes of a block of them; range: blocks of a slice.
+constexpr int64_t stream_few_bytes(const Shares &s, int weights, int stages, int range,
+                                   int tokens) {
+  return static_cast<int64_t>(s.set_tiles) * s.ways * stages * (2 * weights + 8) + 16 +
+         static_cast<int64_t>(range) * tokens * 512 + s.set_tiles * (s.ways - 1) * 512;
+}
+constexpr int64_t stream_many_bytes(const Shares &s, int weights, int stages, int tiles,
+                                    int groups) {
+  const int64_t part = s.set_tiles * weights + groups * kSuperBytes;
+  return stages * (s.ways * part + 16) + static_cast<int64_t>((s.set_tiles + tiles - 1) / tiles) *
+                                             (s.ways - 1) * tiles * groups * 512;
+}
+
+// Whether the largest of them has two stages.
+constexpr bool stream_fits(const Shares &s, int weights, const Room &room) {
+  return stream_many_bytes(s, weights, 2, 2, 4) <= stream_most(room);
+}
+
+// Divides a product among the processors, with enough warps on each. summed: its reader adds
+// slices, of which there are as many as leave a block with few but equal tiles. Depends on the
+// shape and the device alone.
+inline Shares choose_shares(int all_tiles, int supers, int weights, bool summed, const Room &room) {
+  Shares best = {1, 1, 1, 1};
+  double least = 1e30;
+  for (int slices = 1; slices <= (summed ? kMaxSlices : 1) && slices <= supers; slices++) {
+    int shares = room.processors / slices;
+    if (shares > all_tiles) shares = all_tiles;
+    if (shares < 1) break;
+    const int tiles = (all_tiles + shares - 1) / shares, range = (supers + slices - 1) / slices;
+    // Slices have a price at the reader, few warps another.
+    const double few = tiles * kMaxStreamWays < kMaxStreamWarps * 2 / 3 ? 1.1 : 1.0;
+    const double cost = tiles * range * few * (1 + 0.02 * slices);
+    if (cost >= least) continue;
+    least = cost;
+    best = {tiles, 1, slices, shares};
+    if (tiles > kMaxStreamWarps) {
+      best.set_tiles = kMaxStreamWarps / kMaxStreamWays;
+      best.ways = kMaxStreamWays;
+    } else {
+      best.ways = kMaxStreamWarps / tiles;
+      if (best.ways > kMaxStreamWays) best.ways = kMaxStreamWays;
+      if (best.ways > range) best.ways = range;
+    }
+    if (stream_fits(best, weights, room)) continue;
+    // Little shared memory: sets as equal as they come, of as many tiles as fit.
+    best.ways = 1;
+    best.set_tiles = tiles < kSmallStreamWarps ? tiles : kSmallStreamWarps;
+    while (best.set_tiles > 1 && !stream_fits(best, weights, room)) best.set_tiles--;
+    const int sets = (tiles + best.set_tiles - 1) / best.set_tiles;
+    best.set_tiles = (tiles + sets - 1) / sets;
+  }
+  return best;
+}
+
+}  // namespace ksl

@@ -1,0 +1,71 @@
+// The division of products of few tokens and the shared memory of their blocks, for the matrices of
+// models on an H200 and on an RTX 5090.
+#include <stdio.h>
+
+#include "../cuda/gemm/shares.cuh"
+
+namespace {
+
+using ksl::Room;
+using ksl::Shares;
+
+struct Matrix {
+  int rows, cols;
+  bool summed;
+};
+// Groups of the 27B and of the 0.8B, the bundled model, and sizes that fit nothing.
+const Matrix kMatrices[] = {
+    {16384, 5120, false}, {5120, 6144, true},    {14336, 5120, false}, {34816, 5120, false},
+    {5120, 17408, true},  {248320, 5120, false}, {5120, 10240, false}, {8192, 1024, false},
+    {1024, 2048, true},   {7168, 1024, false},   {1024, 3584, true},   {248320, 1024, false},
+    {768, 256, false},    {256, 512, true},      {203, 80, false},     {80, 144, true},
+    {17, 100000, false},  {17, 100000, true},
+};
+const int kBlocks[] = {2048 + 1024 + 16, 2048 + 256};  // FP6, NVFP4
+
+int failures = 0;
+
+void check(bool right, const char *what, const Matrix &m, const Room &room) {
+  if (right) return;
+  failures++;
+  fprintf(stderr, "%d x %d on %d processors: %s\n", m.rows, m.cols, room.processors, what);
+}
+
+void go_through(const Room &room, int most_warps) {
+  const int64_t most = ksl::stream_most(room);
+  for (const Matrix &m : kMatrices) {
+    for (const int weights : kBlocks) {
+      const int tiles = (m.rows + 15) / 16, supers = (m.cols + 255) / 256;
+      const Shares s = ksl::choose_shares(tiles, supers, weights, m.summed, room);
+      check(s.shares * s.slices <= room.processors, "more blocks than processors", m, room);
+      check(s.slices >= 1 && s.slices <= (m.summed ? ksl::kMaxSlices : 1), "slices", m, room);
+      check(s.ways >= 1 && s.ways <= ksl::kMaxStreamWays, "ways", m, room);
+      check(s.set_tiles >= 1 && s.set_tiles * s.ways <= most_warps, "warps of a block", m, room);
+      // Every form of stream_many, with two stages: one is fetched while one is used.
+      for (int tiles_of = 1; tiles_of <= 2; tiles_of++)
+        for (int groups = 1; groups <= 4; groups *= 2)
+          check(ksl::stream_many_bytes(s, weights, 2, tiles_of, groups) <= most, "stream_many", m,
+                room);
+      const int range = (supers + s.slices - 1) / s.slices;
+      if (m.cols <= 17408)
+        check(ksl::stream_few_bytes(s, weights, 1, range, 1) <= most, "stream_few", m, room);
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  // An H200 and an RTX 5090.
+  const Room rooms[] = {{132, 228 * 1024, 227 * 1024}, {170, 100 * 1024, 99 * 1024}};
+  go_through(rooms[0], ksl::kMaxStreamWarps);
+  go_through(rooms[1], ksl::kSmallStreamWarps);
+  // One block on a processor at a time, and room for small ones beside it.
+  for (const Room &room : rooms) {
+    if (2 * (ksl::stream_least(room) + 1024) <= room.processor_bytes) failures++;
+    if (ksl::stream_most(room) >= room.block_bytes) failures++;
+    if (ksl::stream_least(room) > ksl::stream_most(room)) failures++;
+  }
+  if (failures > 0) fprintf(stderr, "%d failures\n", failures);
+  return failures > 0 ? 1 : 0;
+}

@@ -1,0 +1,47 @@
+"""What CUDA kernels rely on, on the host: which lane holds what, what fits in shared memory."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.native.objects import ROOT, build_module
+
+SWAPPED = ("a", "b", "scale_a", "scale_b", "weights", "activations")
+
+
+def _compile(name: str, folder: Path) -> Path:
+    program = folder / name
+    flags = ["-O1" if flag == "-O3" else flag for flag in build_module().COMMON_FLAGS]
+    source = ROOT / f"native/tests/{name}.cc"
+    command = [*build_module()._compiler(), *flags, "-Werror", str(source), "-o", str(program)]
+    subprocess.run(command, check=True)
+    return program
+
+
+@pytest.fixture(scope="module")
+def lanes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _compile("test_lanes", tmp_path_factory.mktemp("lanes"))
+
+
+def test_block_scaled_products_by_lane_equal_plain_sums(lanes: Path) -> None:
+    for seed in range(1, 21):
+        done = subprocess.run([lanes, str(seed)], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("what", SWAPPED)
+def test_a_swapped_lane_is_noticed_in_both_products(lanes: Path, what: str) -> None:
+    done = subprocess.run([lanes, "1", what], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "wrong: mxf8f6f4" in done.stderr
+    assert "wrong: mxf4nvf4" in done.stderr
+
+
+def test_blocks_fit_in_the_shared_memory_of_devices(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [_compile("test_shares", tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
