@@ -215,6 +215,14 @@ __device__ inline void scaled_fetch(const ScaledArgs &a, unsigned shared, Scaled
   }
 }
 
+// Writes what one thread alone writes, or adds it without waiting.
+__device__ inline void scaled_put(float *to, float value, bool add) {
+  if (add)
+    atomicAdd(to, value);
+  else
+    *to = value;
+}
+
 // Writes a tile: rows g and g + 8, two tokens of every eight.
 __device__ inline void scaled_store(const ScaledArgs &a, int tile, int token, int lane,
                                     const float (&sum)[8][4]) {
@@ -225,6 +233,7 @@ __device__ inline void scaled_store(const ScaledArgs &a, int tile, int token, in
   const float low = a.inverse * a.scale[tile * 16 + g];
   const float high = a.inverse * a.scale[tile * 16 + g + 8];
   const bool first = row < a.parts[part].rows, second = row + 8 < a.parts[part].rows;
+  const bool add = a.outputs[part].add;
   token += 2 * (lane & 3);
 #pragma unroll
   for (int n = 0; n < 8; n++) {
@@ -234,8 +243,8 @@ __device__ inline void scaled_store(const ScaledArgs &a, int tile, int token, in
       if (at >= a.tokens) continue;
       const float factor = a.x.factors != nullptr ? a.x.factors[at] : 1.0f;
       float *to = a.outputs[part].y + static_cast<int64_t>(at) * a.outputs[part].stride + row;
-      if (first) to[0] = sum[n][e] * low * factor;
-      if (second) to[8] = sum[n][2 + e] * high * factor;
+      if (first) scaled_put(to, sum[n][e] * low * factor, add);
+      if (second) scaled_put(to + 8, sum[n][2 + e] * high * factor, add);
     }
   }
 }

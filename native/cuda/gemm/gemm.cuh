@@ -20,7 +20,7 @@ struct Output {
   float *y;
   int stride;
   int64_t slice_stride;  // from the sums of one slice to those of the next
-  bool add = false;      // to what is there: wide kernels alone
+  bool add = false;      // to what is there: kernels of many tokens alone
 };
 
 // Rows of one matrix inside a packed group: tiles [first, first + tiles) of 16 rows.
