@@ -12,10 +12,10 @@ goes first changes. A pair is one pass over the batches; the cell prints the med
 ratios of tokens per second and its 95 % interval, tokens per wave and row, and the part of the
 drafts that came true. The pairs before the first one that counts warm up, as a server would be.
 
-Texts: `code` writes a file of similar functions once more, greedily; `chat` answers the golden
-prompts with the family's default sampling, and goes on where they end; `random` samples so hot from
-random ids that nothing can be foreseen. `--acceptance`: see bench/drafts.py. `--device` is for
-models without data: what verify waves and MTP drafts cost beside plain waves, and the rate that
+Texts: `code` goes on with boilerplate that is in its context twice, greedily; `chat` answers the
+golden prompts with the family's default sampling, and goes on where they end; `random` samples so
+hot from random ids that nothing can be foreseen. `--acceptance`: see bench/drafts.py. `--device` is
+for models without data: what verify waves and MTP drafts cost beside plain waves, and the rate that
 follows where 0, 50 and 80 % of the drafts come true, which is forced.
 """
 
@@ -56,16 +56,32 @@ SAMPLINGS = {
     "chat": FAMILY,
     "random": SamplingParams(temperature=2.0),
 }
-FUNCTION = """def get_{0}(config):
+BOILERPLATE = (
+    """def get_{0}(config):
     value = config.get("{0}")
     if value is None:
         raise KeyError("{0}")
     return value
 
 
-"""
+""",
+    """def set_{0}(config, value):
+    if value is None:
+        raise ValueError("{0}")
+    config["{0}"] = value
+
+
+""",
+    """    @property
+    def {0}(self):
+        return self._{0}
+
+""",
+    """    elif name == "{0}":
+        return self.{0}
+""",
+)
 NAMES = ("host", "port", "user", "path", "timeout", "retries")
-BEGUN = 40  # characters
 WARM_UP = 2  # pairs
 POLICIES = {
     "auto": SpecPolicy(),
@@ -89,12 +105,12 @@ def batches_of(
     for batch in range(batches):
         jobs = []
         for stream in range(streams):
-            number = batch + stream * batches
+            number = batch + stream * (batches + 1)
             if kind == "code":
-                turn = number % len(NAMES)
-                names = NAMES[turn:] + NAMES[:turn]
-                text = "".join(FUNCTION.format(name) for name in names)
-                prompt = np.array(tokenizer.encode(2 * text + text[:BEGUN]), np.int32)
+                turn = number // len(BOILERPLATE) % len(NAMES)
+                piece = BOILERPLATE[number % len(BOILERPLATE)]
+                text = "".join(piece.format(name) for name in NAMES[turn:] + NAMES[:turn])
+                prompt = np.array(tokenizer.encode(2 * text), np.int32)
             elif kind == "chat":
                 prompt = golden[number % len(golden)]
             else:

@@ -10,17 +10,17 @@ believed any more."""
 
 from __future__ import annotations
 
-STEP = 0.06  # most that one measurement moves a figure, as a part of it
+STEP = 0.1  # most that one measurement moves a figure, as a part of it
 RUN = 3  # measurements on one side after which each further one moves it twice as far
-STEP_MAX = 0.5
+STEP_MAX = 0.25
 PLAIN_FIRST = 3  # plain waves that are timed before anything is drafted beside so many rows
 PLAIN_EVERY = 64  # waves after which a plain one is due
 SURPRISE, SOON = 0.12, 12  # the same where times are off by this part on the average
 SEEN = 0.125  # weight of a new measurement in that average
 OFF_MAX = 0.2  # most that one is off in it
 SURE = 3  # measurements of which the least counts: the first ones of a shape are slow
-HOPE = 0.07  # part by which a figure is taken lower for each measurement that it is short of SURE
-STALE = 512  # waves after which a figure is measured again before it is believed
+HOPE = 0.2  # part by which what was not measured so often is taken lower than it seems
+STALE = 256  # waves after which a figure is forgotten; that of plain waves never is
 GUESS = 0.25  # of the time of a plain wave: what each further column is thought to cost at first
 FRESH = 8  # waves for which a table of the figures serves, once they are sure
 
@@ -83,7 +83,7 @@ class RowCosts:
             if self.rows not in self._figures:
                 return
             ms /= self._figures[self.rows].ms
-        if figure is None:
+        if figure is None or (columns != self.rows and self._waves - figure.seen >= STALE):
             figure = self._figures[columns] = _Figure(ms)
             self._known = sorted(self._figures)
         else:
@@ -103,6 +103,11 @@ class RowCosts:
         measured, or it would never be."""
         plain = self._figures[self.rows].ms
         return plain if columns == self.rows else plain * self._multiple(columns)
+
+    def sure(self, columns: int) -> bool:
+        """Waves of so many columns were measured often enough to say what they cost."""
+        figure = self._figures.get(columns)
+        return figure is not None and figure.count > SURE
 
     def table(self, most: int, gain: float) -> tuple[list[float], float]:
         """Expected times of waves by their columns, up to `most` drafts. And the tokens that each
@@ -129,14 +134,17 @@ class RowCosts:
             return self._between(columns)
         if figure.count >= SURE:
             return figure.ms
-        return max(1.0, figure.ms * (1.0 - HOPE * (SURE - figure.count)))
+        return min(self._between(columns), figure.ms)
 
     def _between(self, columns: int) -> float:
-        """The multiple on the line between the nearest columns that were measured, or beyond the
-        last of them as steep as from the plain wave to it; a hopeful one."""
+        """The multiple on the line between the nearest columns whose figures are sure, or beyond
+        the last of them as steep as from the plain wave to it; a hopeful one, or what was slow by
+        chance would never be measured again."""
         figures = self._figures
         low, high = self.rows, 0
         for known in self._known:
+            if figures[known].count < SURE:
+                continue
             if known < columns:
                 low = max(low, known)
             elif known > columns:
@@ -149,7 +157,7 @@ class RowCosts:
             slope = max(0.0, (least - 1.0) / (low - self.rows))
         else:
             slope = GUESS / self.rows
-        return max(least, (least + slope * (columns - low)) * (1.0 - HOPE * SURE))
+        return max(least, (least + slope * (columns - low)) * (1.0 - HOPE))
 
 
 class WaveCosts:

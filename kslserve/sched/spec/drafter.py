@@ -19,19 +19,21 @@ from kslserve.sched.spec.acceptance import (
     match_class,
     suffix_survival,
 )
-from kslserve.sched.spec.index import SuffixIndex
+from kslserve.sched.spec.index import LONG, SuffixIndex
 from kslserve.sched.spec.ladder import Ladder
 
 STRONG_LENGTH, STRONG = 12, 0.8  # a match that makes MTP drafts superfluous
 PROBE_FIRST, PROBE_LAST = 32, 2048  # waves between probes of MTP drafts that do not pay
 PROBE_DEPTH = 2
 CATCH_UP = 1 + DRAFT_MAX  # more tokens than a wave samples are taken in at once, unasked
-STAKE = 3.0  # plain waves that drafts may cost, or have to save, before that has consequences
-KEEP = 0.97  # weight of the past in that account
-PAUSE_FIRST, PAUSE_LAST = 32, 2048  # waves
+STAKE = 6.0  # plain waves that drafts may cost, or have to save, before that has consequences
+CREDIT = 12.0  # most of what drafts have saved that counts later
+PAUSE_FIRST, PAUSE_LAST = 16, 2048  # waves
 DEEPER_EVERY = 16  # rounds after which a chain is tried one draft deeper
-IDLE_MAX = 8  # waves without drafts after which only some waves are looked at
+IDLE_MAX = 6  # waves without drafts after which only some waves are looked at
 ASLEEP_MAX = 64  # most waves between two looks
+ASLEEP_SHORT = 4  # the same where the text repeats itself, or did before
+GAINED = 8  # accepted drafts that say so
 PATIENCE = 8  # waves after which a chain that did not pay is weighed again
 
 
@@ -86,9 +88,9 @@ class Drafter:
     again, since nothing was worth drafting for long and looking costs time."""
 
     __slots__ = (
-        "_deeper", "_idle", "_patience", "_probe_in", "_saved", "_wait", "asleep_until", "chain",
-        "held", "index", "ladder", "lanes", "matches", "own", "propose", "stats", "survival",
-        "tokens",
+        "_deeper", "_idle", "_patience", "_probe_in", "_saved", "_wait_until", "asleep_until",
+        "chain", "held", "index", "ladder", "lanes", "matches", "own", "propose", "stats",
+        "survival", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -110,7 +112,7 @@ class Drafter:
         self._probe_in = patience.every
         self._deeper = 0
         self._idle = 0
-        self._wait = 0
+        self._wait_until = 0
         self.asleep_until = 0
 
     @property
@@ -151,7 +153,7 @@ class Drafter:
             return False
         return matches.values[match_class(index.length)] >= least
 
-    def hopeful(self, least: float) -> bool:
+    def hopeful(self, least: float, wave: int) -> bool:
         """Whether it is worth while to plan MTP drafts, the first of which must come true with at
         least that probability."""
         if self.held:
@@ -161,10 +163,11 @@ class Drafter:
         self._probe_in -= 1
         if self._probe_in <= 0:
             return True
-        if self._wait:
-            self._wait -= 1
-            return False
-        return self.chain.values[0] >= least
+        return wave >= self._wait_until and self.chain.values[0] >= least
+
+    def wait(self, wave: int) -> None:
+        """MTP drafts did not pay in this wave: they are not weighed again at once."""
+        self._wait_until = wave + PATIENCE
 
     def offer(self, most: int, least: float = LEAST) -> None:
         """Set the best chain of at most `most` drafts: what MTP drafted and what the index adds to
@@ -225,7 +228,6 @@ class Drafter:
             if self._deeper % DEEPER_EVERY == 0:
                 self.propose = depth + 1
         else:
-            self._wait = PATIENCE
             if self._probe_in <= 0 and not self.held:
                 self._patience.missed()
                 self._probe_in = self._patience.every
@@ -234,14 +236,14 @@ class Drafter:
     def settle(self, saved: float, wave: int) -> None:
         """A wave with drafts of it saved so much, in waves without drafts. Whatever was expected:
         when they have cost too much, there are none for a while."""
-        self._saved = KEEP * self._saved + saved
+        self._saved += saved
         if self._saved < -STAKE:
             self._saved = 0.0
             self._patience.lost()
             self.asleep_until = wave + self._patience.pause
             self.held = []
         elif self._saved > STAKE:
-            self._saved = 0.0
+            self._saved = min(self._saved, CREDIT)
             self._patience.gained()
 
     def doze(self, wave: int) -> None:
@@ -251,8 +253,10 @@ class Drafter:
             self._idle = 0
             return
         self._idle += 1
+        index = self.index
         if self._idle >= IDLE_MAX:
-            waves = min(1 << min(self._idle - IDLE_MAX, 16), ASLEEP_MAX)
+            gained = self.stats.accepted >= GAINED or (index is not None and index.length >= LONG)
+            waves = min(3 ** min(self._idle - IDLE_MAX, 9), ASLEEP_SHORT if gained else ASLEEP_MAX)
             self.asleep_until = wave + 1 + waves
             self._probe_in -= waves
 

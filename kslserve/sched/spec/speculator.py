@@ -98,7 +98,7 @@ class Speculator:
                 drafter.read(sequence)
                 if drafter.matched(least):
                     matched.append((sequence, drafter, True))
-                elif drafter.hopeful(least_own):
+                elif drafter.hopeful(least_own, wave):
                     found = True
                 else:
                     drafter.doze(wave)
@@ -154,8 +154,13 @@ class Speculator:
         lanes = self._choose_lanes(drafting, ms, rows, room)
         # They are for the wave after this one, in which the prompts that end here decode too.
         depths = self._choose_depths(drafting, rows + finishing)
-        for (sequence, drafter, _), n, depth in zip(drafting, lanes, depths, strict=True):
+        for (sequence, drafter, _), n, depth in zip(drafting, lanes, depths or lanes, strict=True):
+            if depths is None:  # nothing to weigh them by
+                drafter.aim(n, 0, 0)
+                continue
             drafter.aim(n, depth, min(self._depth, _output_left(sequence) - 2 - n))
+            if not depth:
+                drafter.wait(self._wave)
             drafter.doze(self._wave)
         return any(drafter.engaged for _, drafter, _ in drafting)
 
@@ -181,9 +186,11 @@ class Speculator:
 
     def _choose_depths(
         self, drafting: Items[tuple[Sequence, Drafter, bool]], rows: int
-    ) -> list[int]:
+    ) -> list[int] | None:
         ms = self._time_of(rows, 0)
-        if self._chain is None or ms is None:
+        if ms is None:
+            return None
+        if self._chain is None:
             return [0] * len(drafting)
         chances = [
             drafter.chances(min(self._depth, _output_left(sequence) - 2))
@@ -258,7 +265,7 @@ class Speculator:
         ms = (since_ns - done.drafts_ns) / 1e6
         costs = self.costs.of(rows)
         if columns > rows or done.drafts_ns:
-            if not costs.plain_due:
+            if costs.sure(rows) and (columns == rows or costs.sure(columns)):
                 self._settle(done, sequences, costs, columns, ms)
             if columns > rows:
                 costs.observe(columns, ms)

@@ -25,7 +25,6 @@ from kslserve.sched.spec.cost import (
     PLAIN_EVERY,
     PLAIN_FIRST,
     STALE,
-    SURE,
     RowCosts,
     WaveCosts,
 )
@@ -77,7 +76,7 @@ def test_costs_are_learnt_by_rows_and_columns() -> None:
     for _ in range(5):
         costs.observe(2, 10.0)
     assert costs.ms(2) == pytest.approx(10.0)
-    hopeful = 1.0 - HOPE * SURE
+    hopeful = 1.0 - HOPE
     assert costs.ms(4) == pytest.approx(10.0)  # no less than plain
     assert costs.ms(12) == pytest.approx((10.0 + 10 * GUESS * 10.0 / 2) * hopeful)
     for _ in range(5):
@@ -85,8 +84,10 @@ def test_costs_are_learnt_by_rows_and_columns() -> None:
     assert costs.ms(10) == pytest.approx(18.0)
     assert costs.ms(6) == pytest.approx(max(10.0, 14.0 * hopeful))
     assert costs.ms(12) == pytest.approx(max(18.0, 20.0 * hopeful))
-    costs.observe(6, 16.0)
-    assert costs.ms(6) == pytest.approx(16.0 * (1.0 - 2 * HOPE))
+    # A few measurements have to agree that it is slow.
+    costs.observe(6, 160.0)
+    assert costs.ms(6) == pytest.approx(max(10.0, 14.0 * hopeful))
+    assert costs.ms(8) == pytest.approx(max(10.0, 16.0 * hopeful))
     costs.observe(6, 14.0)
     costs.observe(6, 90.0)
     assert costs.ms(6) == pytest.approx(14.0)
@@ -143,7 +144,7 @@ def test_a_figure_is_the_median(times: list[float]) -> None:
     for _ in range(12):
         for ms in times:
             costs.observe(1, ms)
-    assert costs.ms(1) == pytest.approx(10.0, rel=0.15)
+    assert costs.ms(1) == pytest.approx(10.0, rel=0.35)
 
 
 def test_a_table_of_times() -> None:
