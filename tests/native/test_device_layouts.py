@@ -45,3 +45,17 @@ def test_blocks_fit_in_the_shared_memory_of_devices(tmp_path: Path) -> None:
         [_compile("test_shares", tmp_path)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_build_finds_kernels_that_spill() -> None:
+    said = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_Z4fast' for 'sm_120a'
+    16 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 80 registers, used 2 barriers, 16 bytes cumulative stack size
+ptxas info    : Compiling entry function '_Z4slow' for 'sm_90a'
+    64 bytes stack frame, 100 bytes spill stores, 276 bytes spill loads
+"""
+    build = build_module()
+    assert build._spills(said) == ["_Z4slow for sm_90a: 100 bytes stored, 276 loaded"]
+    assert build._spills("") == []

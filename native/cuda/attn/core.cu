@@ -230,8 +230,9 @@ __global__ void __launch_bounds__(kWarps * 32) core_kernel(const __grid_constant
 template <int kFormat, int kCount, int kGroup>
 void run(Device *device, const CoreArgs &a) {
   constexpr int kDims = kCount * 32;
-  const size_t shared = 3 * sizeof(Sum<kGroup, kDims>) +
-                        (kWarps * kGroup * kDims + kGroup * kChunkKeys) * sizeof(float);
+  constexpr size_t shared = 3 * sizeof(Sum<kGroup, kDims>) +
+                            (kWarps * kGroup * kDims + kGroup * kChunkKeys) * sizeof(float);
+  static_assert(shared <= kSmallRoom, "every device runs it");
   const int group = a.heads / a.kv.kv_heads;
   const dim3 grid(a.unit_chunks ? a.units : 1, a.columns.n,
                   a.kv.kv_heads * divide_up(group, kGroup));

@@ -47,6 +47,11 @@ struct Layout {
   static_assert(kStage % 16 == 0 && kV % 16 == 0, "16-byte copies");
 };
 
+// An sm_120 runs the packed formats; bf16 keys of 256 dims are left to core.cu there.
+static_assert(Layout<KSL_KV_Q4, 256, 3>::kAll <= kSmallRoom, "q4");
+static_assert(Layout<KSL_KV_FP8, 256, 2>::kAll <= kSmallRoom, "fp8");
+static_assert(Layout<KSL_KV_BF16, 128, 2>::kAll <= kSmallRoom, "bf16");
+
 // Dim of slot pair `pair` (slots 2 t, 2 t + 1 or 2 t + 8, 2 t + 9) of step s, and the distance to
 // the second of the pair: the order in which a lane unpacks stored keys.
 template <int kFormat>

@@ -8,4 +8,7 @@ struct Room {
   int processors, processor_bytes, block_bytes;
 };
 
+// What sm_120 gives a block; sm_90 gives 227 KiB.
+constexpr int kSmallRoom = 99 * 1024;
+
 }  // namespace ksl

@@ -314,6 +314,8 @@ __global__ void __launch_bounds__(kThreads, 2) prepare_kernel(const __grid_const
   }
 }
 
+static_assert(sizeof(Shared) <= kSmallRoom, "an sm_120 runs it");
+
 }  // namespace
 
 void gdn_chunk_prepare(Device *device, const ChunkArgs &a) {

@@ -83,7 +83,7 @@ void launch_scaled(Device *device, const ScaledArgs &args) {
 }  // namespace
 
 bool block_scaled_runs(const Device &device, int major) {
-  return major == 12 && device.room.block_bytes >= kScaledShared;
+  return major == 12 && device.room.block_bytes >= kSmallRoom;
 }
 
 void quantize_scaled(Device *device, const Panel &from, const Scaled &to, int encoding, int pieces,

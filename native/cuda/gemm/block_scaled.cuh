@@ -17,7 +17,6 @@ namespace {
 
 constexpr int kScaledRows = 8, kScaledTokens = 128;  // tiles of 16 rows, tokens of a block
 constexpr int kScaledWarps = 8, kScaledThreads = (kScaledWarps + 1) * 32;
-constexpr int kScaledShared = 99 * 1024;  // that sm_120 gives a block
 
 struct ScaledArgs {
   const uint8_t *data;
@@ -45,7 +44,7 @@ struct ScaledShared {
   static constexpr int kSuperStages = kSuper / (64 * kScaledStage);
   static constexpr int kAct = kPair ? kScaledTokens * 128 : 0;
   static constexpr int kBarriers = 128;
-  static constexpr int kRoom = kScaledShared - kBarriers - kAct - kWeightStages * kWeights;
+  static constexpr int kRoom = kSmallRoom - kBarriers - kAct - kWeightStages * kWeights;
   static constexpr int kStages = kRoom / kStage;
   static constexpr int kWeightsAt = kStages * kStage,
                        kActAt = kWeightsAt + kWeightStages * kWeights;
