@@ -345,7 +345,7 @@ def _sched_limits(settings: Settings, backend: Backend) -> SchedLimits:
         request_timeout_s=settings.request_timeout_s,
         context=backend.model.context,
         cache=cache,
-        submit_ahead=settings.submit_ahead,
+        submit_ahead=info.ring_depth > 1,
         idle_return_s=settings.idle_return_s,
         spec=backend.drafts,
     )

@@ -119,9 +119,10 @@ class Settings:
     decode_gap_ms: float = _s(
         250.0, "float", "longest gap of a decoding sequence beside prompts", low=1
     )
-    submit_ahead: bool = _s(
-        False, "switch", "keep a second wave in the engine's ring while nothing is drafted"
-    )
+    submit_ahead: str = _s(
+        "auto", "choice", "keep a second wave in the engine's ring while nothing is drafted; auto: "
+        "on CUDA", choices=("auto", "on", "off"),
+    )  # fmt: skip
     prefix_cache: bool = _s(
         True, "switch", "keep checkpoints of prompts and answers and adopt them"
     )

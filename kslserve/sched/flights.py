@@ -2,8 +2,7 @@
 
 One wave is in flight at a time, or with submit-ahead a second one while all that runs just decodes:
 its rows take the tokens that the first one samples, inside the engine. That saves the engine the
-moment between two waves. It is off unless asked for: where the engine runs on the host's own cores
-it measures no better, since what the host does beside a wave takes time from it anyway."""
+moment between two waves; `startup.pools.submit_ahead` says where it is on."""
 
 from __future__ import annotations
 

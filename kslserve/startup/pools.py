@@ -72,6 +72,15 @@ def margin_bytes(settings: Settings, free_bytes: int) -> int:
     return min(max(free_bytes * percent // 100, least), free_bytes // 2)
 
 
+def submit_ahead(settings: Settings) -> bool:
+    """Whether a second wave is kept in the engine's ring. It saves a device the moment between two
+    waves; where the engine runs on the host's own cores, what the host does beside a wave takes
+    time from it anyway."""
+    return settings.submit_ahead == "on" or (
+        settings.submit_ahead == "auto" and settings.device == "cuda"
+    )
+
+
 def plan_pools(settings: Settings, spec: ModelSpec, free_bytes: int) -> PoolPlan:
     """Size the pools. free_bytes: memory that is left beside the weights.
 
@@ -145,7 +154,7 @@ def plan_pools(settings: Settings, spec: ModelSpec, free_bytes: int) -> PoolPlan
         blocks_per_slot=min(blocks, per_context),
         # Decode rows ride beside a full prompt chunk.
         wave_columns=columns(settings) + slots,
-        ring_depth=2 if settings.submit_ahead else 1,
+        ring_depth=2 if submit_ahead(settings) else 1,
         kv_ring=settings.kv_ring,
     )
     return PoolPlan(sizes, min(context, blocks * block), margin, tuple(notes))

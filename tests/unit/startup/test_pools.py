@@ -201,6 +201,15 @@ def test_a_device_is_kept_busy() -> None:
     assert (plan.sizes.slots, plan.sizes.wave_columns) == (3, 64 + 3)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "device", "depth"),
+    [("auto", "cuda", 2), ("auto", "cpu", 1), ("on", "cpu", 2), ("off", "cuda", 1)],
+)
+def test_a_wave_ahead_where_it_measures_better(wanted: str, device: str, depth: int) -> None:
+    plan = plan_pools(Settings(submit_ahead=wanted, device=device), SPEC, PLENTY)
+    assert plan.sizes.ring_depth == depth
+
+
 def test_sizes_for_people() -> None:
     assert size(0) == "0 B"
     assert size(1023) == "1023 B"
