@@ -35,6 +35,7 @@ from kslserve.startup.pools import (
     kv_format,
     plan_pools,
     slab_bytes,
+    trim_heap,
     workspace_bytes,
 )
 
@@ -88,6 +89,7 @@ async def measure(model_name: str, settings: Settings) -> dict[str, Any]:
             spec, model.tensors, sizes, kv_format=kv_format(settings), threads=settings.threads
         )
     opened = status("VmHWM") - before
+    trim_heap()
     waves = Waves(engine)
     await fill(waves)
     peak = status("VmHWM") - before

@@ -27,7 +27,7 @@ from kslserve.service.model import ServedModel
 from kslserve.service.turnstore import Kept, TurnStore
 from kslserve.startup.device import free_bytes, open_library, place
 from kslserve.startup.lines import describe, plan_line
-from kslserve.startup.pools import kv_format, plan_pools
+from kslserve.startup.pools import kv_format, plan_pools, trim_heap
 from kslserve.startup.speculation import spec_policy
 from kslserve.text.bare import BareTokenizer
 from kslserve.text.template import ChatTemplate, bundled
@@ -105,6 +105,7 @@ def open_backend(settings: Settings, log_line: Callable[[str], None]) -> Backend
             size = settings.prefix_cache_disk_bytes
             turns = TurnStore(disk.folder, disk.sizes.fingerprint, size)
             kept = turns.load()
+    trim_heap()
     return Backend(
         engine, tokenizer, template, served, grammars, drafts, disk, scan, turns, kept, lines
     )

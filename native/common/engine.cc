@@ -12,7 +12,6 @@
 #include <new>
 
 #ifdef __linux__
-#include <malloc.h>
 #include <sys/eventfd.h>
 #endif
 
@@ -323,9 +322,6 @@ int engine_open(const BackendOps *ops, const ksl_config *config, const ksl_tenso
     destroy(e);
     return rc;
   }
-#ifdef __GLIBC__
-  malloc_trim(0);  // what reading the weights took and freed would stay with the process
-#endif
   *out = e;
   return KSL_OK;
 }
