@@ -55,14 +55,11 @@ KSL_INLINE void e4m3_bytes(const E4m3Table &t, __m512i codes, __m512i &low, __m5
 // Which byte of 64 goes where, so that two levels of interleaving inside 128-bit lanes, of bytes
 // and of words, leave channels in order.
 struct LaneOrder {
-  uint8_t words[64], pairs[64];
-  constexpr LaneOrder() : words(), pairs() {
+  uint8_t words[64];
+  constexpr LaneOrder() : words() {
     for (int k = 0; k < 4; k++)
       for (int o = 0; o < 2; o++)
         for (int i = 0; i < 8; i++) words[16 * k + 8 * o + i] = (uint8_t)(32 * o + 8 * k + i);
-    for (int k = 0; k < 4; k++)
-      for (int o = 0; o < 4; o++)
-        for (int i = 0; i < 4; i++) pairs[16 * k + 4 * o + i] = (uint8_t)(16 * o + 4 * k + i);
   }
 };
 alignas(64) constexpr LaneOrder kLaneOrder;
@@ -115,16 +112,26 @@ KSL_INLINE Words nibbles(const uint8_t *codes) {
                                    0xa8);
 }
 
+// The channels of groups g and g + 1, by one table of both.
+template <bool kZero>
+KSL_INLINE void two_groups(const uint8_t *codes, const float *scales, int g, Words &low,
+                           Words &high) {
+  const Words values =
+      words_of(nibble_values<kZero>(scales, g), nibble_values<kZero>(scales, g + 1));
+  const Words second = _mm512_or_si512(nibbles(codes + 16 * g + 16), _mm512_set1_epi16(16));
+  low = _mm512_permutexvar_epi16(nibbles(codes + 16 * g), values);
+  high = _mm512_permutexvar_epi16(second, values);
+}
+
 // scales: per 32 channels a scale, and a zero point if `kZero`, else that is 8.
 template <bool kZero>
 KSL_INLINE void words_of_nibbles(const uint8_t *codes, const float *scales, int d, uint16_t *out) {
   int g = 0;
-  for (; 32 * g + 64 <= d; g += 2) {  // one table of two groups
-    const Words values =
-        words_of(nibble_values<kZero>(scales, g), nibble_values<kZero>(scales, g + 1));
-    const Words second = _mm512_or_si512(nibbles(codes + 16 * g + 16), _mm512_set1_epi16(16));
-    _mm512_storeu_si512(out + 32 * g, _mm512_permutexvar_epi16(nibbles(codes + 16 * g), values));
-    _mm512_storeu_si512(out + 32 * g + 32, _mm512_permutexvar_epi16(second, values));
+  for (; 32 * g + 64 <= d; g += 2) {
+    Words low, high;
+    two_groups<kZero>(codes, scales, g, low, high);
+    _mm512_storeu_si512(out + 32 * g, low);
+    _mm512_storeu_si512(out + 32 * g + 32, high);
   }
   if (32 * g < d) {
     const __m512 last = nibble_values<kZero>(scales, g);
@@ -159,6 +166,7 @@ struct Count {
 struct Tile {
   int n, head_dim;
   const uint16_t *keys[kTileKeys];       // rows of bf16; behind the last, that again
+  const float *halves;                   // [kTileKeys][16]: `keys` are codes of q4; null: words
   const uint8_t *values[kTileKeys];      // as stored; the same
   const uint32_t *columns;               // see fill_columns; null: not there
   const uint32_t *pairs;                 // [kTileKeys / 2][head_dim]: two keys' values in each
@@ -192,29 +200,46 @@ KSL_INLINE __m512 sum_quads(const __m512 *s) {
   return _mm512_add_ps(_mm512_shuffle_ps(c[0], c[1], 0x88), _mm512_shuffle_ps(c[0], c[1], 0xdd));
 }
 
-// Scores [R][kTileKeys] of R queries and the first n_keys keys; the rest -inf.
-template <int R>
+// Keys as rows of bf16, and as codes of q4: the latter saves widening what few queries read. 64
+// channels at a time, or 32.
+struct KeyRows {
+  enum { kWords = 1 };
+  KSL_INLINE void load(const Tile *t, int key, int at, Words *out) {
+    out[0] = _mm512_loadu_si512(t->keys[key] + at);
+  }
+};
+struct KeyCodes {
+  enum { kWords = 2 };
+  KSL_INLINE void load(const Tile *t, int key, int at, Words *out) {
+    two_groups<true>((const uint8_t *)t->keys[key], t->halves + 16 * key, at / 32, out[0], out[1]);
+  }
+};
+
+// Scores [R][kTileKeys] of R queries and the first n_keys keys; behind them anything.
+template <class Keys, int R>
 static void scores_bf16(const Tile *t, const uint16_t *q, size_t q_step, int n_keys, float *score) {
-  enum { kKeys = 16 / R };
+  enum { kKeys = 16 / R, kWords = Keys::kWords };
   for (int j0 = 0; j0 < n_keys; j0 += kKeys) {
-    const uint16_t *rows[kKeys];
-#pragma GCC unroll 16
-    for (int j = 0; j < kKeys; j++) rows[j] = t->keys[j0 + j];
     for (int j = j0; j < j0 + kKeys; j++) fetch(t->values[j], 0, t->value_bytes, 64);
     __m512 sum[16];  // in sum[4 j + h]: of head h, or part h of the keys
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) sum[i] = _mm512_setzero_ps();
-    for (int i = 0; i < t->head_dim; i += 32) {
-      Words k[kKeys];
-#pragma GCC unroll 16
-      for (int j = 0; j < kKeys; j++) k[j] = _mm512_loadu_si512(rows[j] + i);
+    for (int i = 0; i < t->head_dim; i += 32 * kWords) {
+      Words a[R][kWords];
 #pragma GCC unroll 4
-      for (int r = 0; r < R; r++) {
-        const Words a = _mm512_loadu_si512(q + r * q_step + i);
+      for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+        for (int w = 0; w < kWords; w++) a[r][w] = _mm512_loadu_si512(q + r * q_step + i + 32 * w);
 #pragma GCC unroll 16
-        for (int j = 0; j < kKeys; j++) {
+      for (int j = 0; j < kKeys; j++) {
+        Words k[kWords];
+        Keys::load(t, j0 + j, i, k);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
           __m512 &to = sum[4 * (j % 4) + 4 / R * r + j / 4];
-          to = _mm512_dpbf16_ps(to, as_bf16(a), as_bf16(k[j]));
+#pragma GCC unroll 2
+          for (int w = 0; w < kWords; w++)
+            to = _mm512_dpbf16_ps(to, as_bf16(a[r][w]), as_bf16(k[w]));
         }
       }
     }
@@ -363,6 +388,8 @@ KSL_INLINE void pair_words(Words a, Words b, Words &low, Words &high) {
   high = _mm512_permutex2var_epi16(a, _mm512_add_epi16(first, _mm512_set1_epi16(16)), b);
 }
 
+// A source has `load`, and `sort`, which brings what was summed of its 64 channels into their
+// order: interleaving inside lanes is cheaper than across them.
 struct FromPairs {
   const uint32_t *at;
   int head_dim;
@@ -371,43 +398,60 @@ struct FromPairs {
     const uint32_t *from = at + (size_t)j * head_dim + at_channel;
     for (int o = 0; o < 4; o++) out[o] = _mm512_loadu_si512(from + 16 * o);
   }
+  KSL_INLINE void sort(__m512 *) {}
 };
 
 struct FromBf16 {
   const uint8_t *const *rows;
-  int n, head_dim;
-  KSL_INLINE FromBf16 of(const Tile *t, int n_keys) { return {t->values, n_keys, t->head_dim}; }
+  int n;
+  KSL_INLINE FromBf16 of(const Tile *t, int n_keys) { return {t->values, n_keys}; }
   inline __attribute__((always_inline)) void load(int j, int at, Words *out) const {
     const uint16_t *a = (const uint16_t *)rows[2 * j] + at;
     const uint16_t *b = (const uint16_t *)rows[2 * j + 1 < n ? 2 * j + 1 : n - 1] + at;
-    pair_words(_mm512_loadu_si512(a), _mm512_loadu_si512(b), out[0], out[1]);
-    const __mmask32 rest = at + 32 < head_dim ? ~(__mmask32)0 : 0;
-    pair_words(_mm512_maskz_loadu_epi16(rest, a + 32), _mm512_maskz_loadu_epi16(rest, b + 32),
-               out[2], out[3]);
+    for (int o = 0; o < 2; o++) {
+      const Words x = _mm512_loadu_si512(a + 32 * o), y = _mm512_loadu_si512(b + 32 * o);
+      out[2 * o] = _mm512_unpacklo_epi16(x, y);
+      out[2 * o + 1] = _mm512_unpackhi_epi16(x, y);
+    }
+  }
+  // Lane k of 32 channels has 8 k to 8 k + 3 in one vector and the next four in the other.
+  KSL_INLINE void sort(__m512 *sum) {
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    for (int o = 0; o < 4; o += 2) {
+      const __m512 low = sum[o], high = sum[o + 1];
+      sum[o] = _mm512_permutex2var_ps(low, first, high);
+      sum[o + 1] = _mm512_permutex2var_ps(low, second, high);
+    }
   }
 };
 
 struct FromE4m3 {
   const uint8_t *const *rows;
-  int n, head_dim;
+  int n;
   E4m3Table table;
-  KSL_INLINE FromE4m3 of(const Tile *t, int n_keys) {
-    return {t->values, n_keys, t->head_dim, e4m3_table()};
-  }
+  KSL_INLINE FromE4m3 of(const Tile *t, int n_keys) { return {t->values, n_keys, e4m3_table()}; }
   inline __attribute__((always_inline)) void load(int j, int at, Words *out) const {
-    const __mmask64 mask = bytes_below(head_dim - at);
-    const __m512i order = _mm512_load_si512(kLaneOrder.pairs);
-    const __m512i a = _mm512_maskz_loadu_epi8(mask, rows[2 * j] + at);
-    const __m512i b = _mm512_maskz_loadu_epi8(mask, rows[2 * j + 1 < n ? 2 * j + 1 : n - 1] + at);
-    __m512i al, ah, bl, bh;
-    e4m3_bytes(table, _mm512_permutexvar_epi8(order, a), al, ah);
-    e4m3_bytes(table, _mm512_permutexvar_epi8(order, b), bl, bh);
-    const __m512i a0 = _mm512_unpacklo_epi8(al, ah), b0 = _mm512_unpacklo_epi8(bl, bh);
-    const __m512i a1 = _mm512_unpackhi_epi8(al, ah), b1 = _mm512_unpackhi_epi8(bl, bh);
-    out[0] = _mm512_unpacklo_epi16(a0, b0);
-    out[1] = _mm512_unpackhi_epi16(a0, b0);
-    out[2] = _mm512_unpacklo_epi16(a1, b1);
-    out[3] = _mm512_unpackhi_epi16(a1, b1);
+    const __m512i a = _mm512_loadu_si512(rows[2 * j] + at);
+    const __m512i b = _mm512_loadu_si512(rows[2 * j + 1 < n ? 2 * j + 1 : n - 1] + at);
+    __m512i low, high;
+    e4m3_bytes(table, _mm512_unpacklo_epi8(a, b), low, high);
+    out[0] = _mm512_unpacklo_epi8(low, high);
+    out[1] = _mm512_unpackhi_epi8(low, high);
+    e4m3_bytes(table, _mm512_unpackhi_epi8(a, b), low, high);
+    out[2] = _mm512_unpacklo_epi8(low, high);
+    out[3] = _mm512_unpackhi_epi8(low, high);
+  }
+  // Lane k has channels 16 k + 4 o to 16 k + 4 o + 3 in vector o.
+  KSL_INLINE void sort(__m512 *sum) {
+    const __m512 a = _mm512_shuffle_f32x4(sum[0], sum[1], 0x44);
+    const __m512 b = _mm512_shuffle_f32x4(sum[2], sum[3], 0x44);
+    const __m512 c = _mm512_shuffle_f32x4(sum[0], sum[1], 0xee);
+    const __m512 d = _mm512_shuffle_f32x4(sum[2], sum[3], 0xee);
+    sum[0] = _mm512_shuffle_f32x4(a, b, 0x88);
+    sum[1] = _mm512_shuffle_f32x4(a, b, 0xdd);
+    sum[2] = _mm512_shuffle_f32x4(c, d, 0x88);
+    sum[3] = _mm512_shuffle_f32x4(c, d, 0xdd);
   }
 };
 
@@ -458,6 +502,7 @@ static void values_bf16(const Tile *t, const Source &source, const uint32_t *p, 
     const __m512 old = _mm512_set1_ps(w->old[first + r]),
                  fresh = _mm512_set1_ps(w->fresh[first + r]);
     // Added to -0, every sum stays as it is.
+    if (N == 4) Source::sort(sum[r]);
     const __mmask16 has = w->start[first + r] ? (__mmask16)0 : (__mmask16)0xffff;
 #pragma GCC unroll 4
     for (int o = 0; o < N; o++) {
@@ -495,13 +540,16 @@ static void attn_block_bf16(Tile *t, const uint16_t *q, size_t q_step, int queri
       two(t, q + r * q_step, q + (r + 1) * q_step, score + r * kTileKeys,
           score + (r + 1) * kTileKeys);
   }
-  for (; r + 4 <= queries; r += 4)
-    scores_bf16<4>(t, q + r * q_step, q_step, n_keys, score + r * kTileKeys);
-  if (r + 2 <= queries) {
-    scores_bf16<2>(t, q + r * q_step, q_step, n_keys, score + r * kTileKeys);
-    r += 2;
+  const bool codes = t->halves != nullptr;
+  for (; r < queries;) {
+    const int rows = queries - r >= 4 ? 4 : queries - r >= 2 ? 2 : 1;
+    const auto some = rows == 4   ? codes ? scores_bf16<KeyCodes, 4> : scores_bf16<KeyRows, 4>
+                      : rows == 2 ? codes ? scores_bf16<KeyCodes, 2> : scores_bf16<KeyRows, 2>
+                      : codes     ? scores_bf16<KeyCodes, 1>
+                                  : scores_bf16<KeyRows, 1>;
+    some(t, q + r * q_step, q_step, n_keys, score + r * kTileKeys);
+    r += rows;
   }
-  if (r < queries) scores_bf16<1>(t, q + r * q_step, q_step, n_keys, score + r * kTileKeys);
   t->value_bytes = 0;  // once is enough
   for (int h = 0; h < queries; h++)
     soften_bf16(t, score + h * kTileKeys, n_keys, p + h * (kTileKeys / 2), &tile_m[h], &tile_l[h]);
@@ -595,6 +643,7 @@ static void attn_tile_bf16(const KvRun *runs, int n_runs, const KvRun *next, int
     _mm512_store_ps(value_scale + j, _mm512_set1_ps(1.0f));
   }
   uint16_t *words = (uint16_t *)scratch;
+  const bool few = group * columns <= 4 && head_dim % 64 == 0;
   int n = 0;
   for (int r = 0; r < n_runs; r++) {
     const KvRun *run = &runs[r];
@@ -606,14 +655,17 @@ static void attn_tile_bf16(const KvRun *runs, int n_runs, const KvRun *next, int
         __builtin_memcpy(&value_scale[n], run->v_scale + i * run->v_scale_step, 4);
       if (run->format == KSL_KV_FP8) __builtin_memcpy(&key_scale[n], k_scale, 4);
       if (run->format == KSL_KV_BF16) continue;
-      t.keys[n] = words + n * head_dim;
+      if (run->format != KSL_KV_Q4 || !few) t.keys[n] = words + n * head_dim;
       if (run->format == KSL_KV_Q4)  // ahead of their use, which would wait for the store
         floats_of_halves(k_scale, head_dim / 16, halves[n]);
       else
         kv_words(run->format, k, k_scale, head_dim, words + n * head_dim);
     }
   }
-  if (runs[0].format == KSL_KV_Q4) {
+  t.halves = nullptr;
+  if (runs[0].format == KSL_KV_Q4 && few) {
+    t.halves = halves[0];
+  } else if (runs[0].format == KSL_KV_Q4) {
     n = 0;
     for (int r = 0; r < n_runs; r++)
       for (int i = 0; i < runs[r].n && n < t.n; i++, n++)
@@ -630,6 +682,7 @@ static void attn_tile_bf16(const KvRun *runs, int n_runs, const KvRun *next, int
   for (int j = t.n; j < kTileKeys && j % 16; j++) {
     t.keys[j] = t.keys[t.n - 1];
     t.values[j] = t.values[t.n - 1];
+    if (t.halves) __builtin_memcpy(halves[j], halves[t.n - 1], sizeof halves[j]);
   }
   const bool e4m3 = format == KSL_KV_FP8 || format == KSL_KV_Q4;
   t.key_scale = format == KSL_KV_FP8 ? key_scale : nullptr;
@@ -637,9 +690,9 @@ static void attn_tile_bf16(const KvRun *runs, int n_runs, const KvRun *next, int
   t.columns = nullptr;
   const uint16_t *queries = (const uint16_t *)q;
   const size_t q_step = 2 * (size_t)head_dim;
-  if (group * columns <= 4 && format == KSL_KV_BF16) {
+  if (few && format == KSL_KV_BF16) {
     attn_spans_bf16<FromBf16>(&t, queries, q_step, group, columns, n_keys, m, l, acc);
-  } else if (group * columns <= 4 && e4m3) {
+  } else if (few && e4m3) {
     attn_spans_bf16<FromE4m3>(&t, queries, q_step, group, columns, n_keys, m, l, acc);
   } else {
     uint32_t *pairs = (uint32_t *)(scratch + (size_t)kTileKeys * head_dim * 4);
