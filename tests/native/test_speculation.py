@@ -22,6 +22,7 @@ from kslserve.metrics import Metrics
 from kslserve.sched.cache.saves import CachePolicy
 from kslserve.sched.scheduler import Job, SchedLimits, Scheduler
 from kslserve.sched.spec.policy import SpecPolicy
+from tests.native.golden import NAMES, golden_model
 from tests.tiny import tiny_arrays, tiny_spec, tiny_tensors
 from tests.world import Recorder
 
@@ -213,3 +214,24 @@ async def test_the_bundled_model(
         check_same(got, plain, {})
         assert {one.reason for one in got} <= {FinishReason.LENGTH}
     assert sum(map(drafted, got)) > 20
+
+
+@cache
+def golden(name: str) -> tuple[ModelSpec, list[TensorArg]]:
+    return golden_model(name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 10_000),
+    policy=st.sampled_from(POLICIES[1:]),
+    samplings=st.lists(st.sampled_from(SAMPLINGS), min_size=1, max_size=3),
+)
+async def test_the_golden_models(
+    name: str, seed: int, policy: SpecPolicy, samplings: list[SamplingParams]
+) -> None:
+    """Tied and untied heads, bf16 and FP8 weights; their drafts are hardly better than garbage."""
+    jobs = jobs_of(seed, samplings, (7,))
+    plain = await run(golden(name), jobs, None)
+    check_same(await run(golden(name), jobs, policy), plain, {})
