@@ -2,7 +2,7 @@
 
     python -m bench.speculation [--kinds code,chat,random] [--streams 1,2,4,8] [--pairs 15]
                                 [--tokens 192] [--batches 4] [--speculation auto] [--save]
-    python -m bench.speculation --acceptance [--tokens 64] [--save]
+    python -m bench.speculation --acceptance [--tokens 192] [--save]
     python -m bench.speculation --device [--model synth:27b] [--weights nvfp4] [--context 2048]
                                 [--streams 1,2,4,8] [--backend cuda] [--save]
 
@@ -25,27 +25,21 @@ import argparse
 import asyncio
 import json
 import statistics
-import time
-from collections.abc import Callable
-from collections.abc import Sequence as Items
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from bench.cpu import BLOCK, Runner, setup
+from bench.cpu import BLOCK
 from bench.drafts import acceptance
+from bench.pace import Server, Tally, Turn, Turns
 from bench.report import Report
+from bench.verify import device
 from kslserve.core.sampling import SamplingParams
-from kslserve.core.usage import FinishReason
 from kslserve.engine.model import PoolSizes
 from kslserve.engine.native import NativeEngine
-from kslserve.engine.types import Done, Draft, Engine, Ids, Row, RowKind, Wave
-from kslserve.errors import KslError
+from kslserve.engine.types import Ids
 from kslserve.ksl.open import open_model
-from kslserve.metrics import Metrics
-from kslserve.sched.scheduler import Job, SchedLimits, Scheduler
+from kslserve.sched.scheduler import Job
 from kslserve.sched.spec.policy import SpecPolicy
 from kslserve.text.tokenizer import Tokenizer
 
@@ -120,115 +114,6 @@ def batches_of(
     return found
 
 
-class Clock:
-    """A sink that notes when tokens came."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []  # of the waves that sampled for it
-        self.counts: list[int] = []
-        self.ids: list[int] = []
-
-    def admitted(self, cached_tokens: int) -> None:
-        pass
-
-    def tokens(self, ids: Items[int], logprobs: list[list[tuple[int, float]]] | None) -> None:
-        self.times.append(time.perf_counter())
-        self.counts.append(len(ids))
-        self.ids += ids
-
-    def ended(self, reason: FinishReason, error: KslError | None) -> None:
-        assert error is None, error
-
-
-def pace(clocks: list[Clock]) -> tuple[int, float]:
-    """Tokens after the wave that gave the last stream its first one, and the seconds they took."""
-    start = max(clock.times[0] for clock in clocks)
-    end = max(clock.times[-1] for clock in clocks)
-    tokens = sum(
-        count
-        for clock in clocks
-        for at, count in zip(clock.times, clock.counts, strict=True)
-        if at > start
-    )
-    return tokens, end - start
-
-
-class Turns:
-    """One engine for several schedulers, of which one has work at a time."""
-
-    def __init__(self, engine: NativeEngine) -> None:
-        self.engine = engine
-        self.on_done: Callable[[Done], None] | None = None
-        engine.start(self._done)
-
-    def _done(self, done: Done) -> None:
-        assert self.on_done is not None
-        self.on_done(done)
-
-
-class Turn:
-    """The engine as one of the schedulers sees it."""
-
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
-        self._on_done: Callable[[Done], None] | None = None
-        self.info = turns.engine.info
-        self.progress, self.close = turns.engine.progress, turns.engine.close
-
-    def start(self, on_done: Callable[[Done], None]) -> None:
-        self._on_done = on_done
-
-    def submit(self, wave: Wave) -> bool:
-        self._turns.on_done = self._on_done
-        return self._turns.engine.submit(wave)
-
-
-@dataclass(slots=True)
-class Tally:
-    """What the batches of one side of a pair took."""
-
-    tokens: int = 0
-    seconds: float = 0.0
-    sampled: int = 0
-    waves: int = 0
-    drafted: int = 0
-    accepted: int = 0
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.seconds
-
-
-class Server:
-    """A scheduler, for as long as the bench runs."""
-
-    def __init__(self, engine: Engine, context: int, policy: SpecPolicy | None) -> None:
-        info = engine.info
-        self.scheduler = Scheduler(
-            engine,
-            SchedLimits(info.slots, 64, 512, 50.0, 250.0, 0.0, 0.0, context, spec=policy),
-            Metrics(),
-        )
-        self.scheduler.start()
-
-    async def run(self, jobs: list[Job], tally: Tally) -> list[list[int]]:
-        """Run jobs together; what each of them sampled."""
-        clocks = [Clock() for _ in jobs]
-        sequences = [self.scheduler.submit(j, c) for j, c in zip(jobs, clocks, strict=True)]
-        while not self.scheduler.idle:
-            await self.scheduler._wait_idle()
-        for sequence in sequences:
-            if sequence.drafter is not None:
-                tally.drafted += sequence.drafter.stats.drafted
-                tally.accepted += sequence.drafter.stats.accepted
-        tokens, seconds = pace(clocks)
-        tally.tokens += tokens
-        tally.seconds += seconds
-        tally.sampled += sum(len(c.ids) for c in clocks)
-        tally.waves += sum(len(c.times) for c in clocks)
-        return [c.ids for c in clocks]
-
-
 def interval(values: list[float]) -> tuple[float, float, float]:
     """Median and its 95 % interval by order statistics (which covers more from 9 values on)."""
     values = sorted(values)
@@ -284,103 +169,6 @@ async def matrix(args: argparse.Namespace, report: Report) -> None:
             batches = batches_of(kind, n, args.tokens, args.batches, tokenizer)
             await cell(report, plain, spec, kind, batches, args.pairs)
     engine.close()
-
-
-class Synthetic:
-    """An engine whose rows verify drafts that nobody knows to be right."""
-
-    def __init__(self, args: argparse.Namespace, streams: int) -> None:
-        library = None
-        if args.backend == "cuda":
-            from kslserve.engine.cuda import load_library
-
-            library = load_library()
-        self.context, self.tokens = args.context, args.tokens
-        self.per_slot = -(-(args.context + args.tokens + 64) // BLOCK)
-        pools = PoolSizes(
-            streams, streams, streams * self.per_slot, BLOCK, self.per_slot, max(512, 17 * streams)
-        )
-        with open_model(args.model, weights=args.weights) as model:
-            more: dict[str, Any] = {} if library is None else {"library": library}
-            self.engine = NativeEngine.open(
-                model.spec, model.tensors, pools, kv_format=args.kv, threads=args.threads,
-                test_hooks=True, **more,
-            )  # fmt: skip
-            self.vocab = model.spec.token_limit
-
-
-async def costs(args: argparse.Namespace, report: Report, streams: int) -> None:
-    """Verify waves of n tokens a row, and rounds of MTP drafts, beside plain waves. KV rows and
-    state hold whatever they hold, which costs the same."""
-    made = Synthetic(args, streams)
-    runner = Runner(made.engine)
-    rng = np.random.default_rng(5)
-    wave = Wave(0)
-    setup(wave, streams, made.per_slot)
-    await runner.run(wave)
-
-    async def take(n: int, propose: int) -> tuple[float, float]:
-        times, drafts = [], []
-        for turn in range(args.waves):
-            rows = []
-            for slot in range(streams):
-                ids = rng.integers(0, made.vocab, n).tolist()
-                kind, draft = (
-                    (RowKind.LAST, Draft.NONE) if n == 1 else (RowKind.VERIFY, Draft.GIVEN)
-                )
-                start = made.context + turn
-                rows.append(Row(kind, slot, slot, start, n, ids, draft, propose))
-            done = await runner.run(Wave(0, rows=rows))
-            times.append((done.ended_ns - done.started_ns - done.drafts_ns) / 1e6)
-            drafts.append(done.drafts_ns / 1e6)
-        return statistics.median(times[3:]), statistics.median(drafts[3:])
-
-    plain, _ = await take(1, 0)
-    figures = {f"verify_{n}": (await take(n, 0))[0] / plain for n in (2, 4, 8, 16)}
-    steps = {k: (await take(1, k))[1] for k in (1, 4)}
-    report.add(
-        "cost", streams=streams, plain_ms=plain, **figures, first_draft_ms=steps[1],
-        next_draft_ms=(steps[4] - steps[1]) / 3, draft_share=steps[1] / plain,
-    )  # fmt: skip
-    made.engine.close()
-
-
-async def forced(args: argparse.Namespace, report: Report, streams: int) -> None:
-    """Rates of the scheduler where drafts come true as often as wanted."""
-    rng = np.random.default_rng(6)
-    plain_rate = 0.0
-    for rate in (None, 0.0, 0.5, 0.8):
-        made = Synthetic(args, streams)
-        policy = None if rate is None else SpecPolicy(ngram=False, oracle=rate)
-        window = made.per_slot * BLOCK
-        server = Server(made.engine, window, policy)
-        found: list[Tally] = []
-        for _ in range(args.turns):
-            jobs = []
-            for _ in range(streams):
-                prompt = rng.integers(0, made.vocab, min(args.context, 256), dtype=np.int32)
-                output = rng.integers(0, made.vocab, args.tokens, dtype=np.int32)
-                job = Job(prompt, args.tokens, SamplingParams(temperature=0.0), 1, forced=output)
-                jobs.append(job)
-            found.append(Tally())
-            await server.run(jobs, found[-1])
-        del found[0]  # it warmed up
-        speed = statistics.median(tally.rate for tally in found)
-        plain_rate = plain_rate or speed
-        drafted = sum(tally.drafted for tally in found)
-        report.add(
-            "plain" if rate is None else f"forced_{rate:.0%}", streams=streams, tok_s=speed,
-            gain=speed / plain_rate,
-            tokens_per_wave=sum(t.sampled for t in found) / sum(t.waves for t in found),
-            drafted=drafted, accepted=sum(t.accepted for t in found) / max(drafted, 1),
-        )  # fmt: skip
-        made.engine.close()
-
-
-async def device(args: argparse.Namespace, report: Report) -> None:
-    for streams in map(int, args.streams.split(",")):
-        await costs(args, report, streams)
-        await forced(args, report, streams)
 
 
 async def golden_acceptance(args: argparse.Namespace, report: Report) -> None:
