@@ -243,7 +243,8 @@ def compile_cuda(folder: Path, arches: tuple[str, ...] = CUDA_ARCHES) -> Path:
         if not target.exists():
             scratch = target.with_suffix(f".{os.getpid()}.tmp")
             found = _spills(_run([*command, "-c", str(source), "-o", str(scratch)]))
-            target.with_suffix(".spills").write_text("\n".join(found), encoding="utf-8")
+            if source.suffix == ".cu":
+                target.with_suffix(".spills").write_text("\n".join(found), encoding="utf-8")
             scratch.replace(target)
         return target
 
@@ -262,6 +263,8 @@ def compile_cuda(folder: Path, arches: tuple[str, ...] = CUDA_ARCHES) -> Path:
     # to spill; what is not, that of sm_120a, may not.
     hot = False
     for source, made in zip(sources, built, strict=True):
+        if source.suffix != ".cu":
+            continue
         for line in made.with_suffix(".spills").read_text(encoding="utf-8").splitlines():
             sys.stderr.write(f"spills registers: {line}\n")
             hot |= "for sm_120" in line and source.stem not in CUDA_SLOW
