@@ -327,11 +327,11 @@ double scan_seconds(int heads, int dk, int dv, int n) {
     for (int i = begin; i < end; i++) {
       const int head = i / per_head, v0 = i % per_head * kScanColumns;
       const size_t key = (size_t)t->heads * t->dk, value = (size_t)t->heads * t->dv;
-      kernels->delta_scan(t->q + head * t->dk, t->k + head * t->dk, key, t->v + head * t->dv + v0,
-                          t->out + head * t->dv + v0, value, value, t->decay + head, t->beta + head,
-                          (size_t)t->heads, t->n, t->dk, (size_t)t->dv,
-                          std::min((int)kScanColumns, t->dv - v0),
-                          t->state + (size_t)head * t->dk * t->dv + v0, true, 0, nullptr, nullptr);
+      kernels->delta_scan(
+          t->q + head * t->dk, t->k + head * t->dk, key, t->v + head * t->dv + v0,
+          t->out + head * t->dv + v0, value, value, t->decay + head, t->beta + head,
+          (size_t)t->heads, t->n, t->dk, (size_t)t->dv, std::min((int)kScanColumns, t->dv - v0),
+          t->state + (size_t)head * t->dk * t->dv + v0, true, nullptr, 0, 0, nullptr, nullptr);
     }
   };
   const double seconds =
