@@ -1,6 +1,10 @@
 // Attention with bf16 products (AVX512-BF16): queries and probabilities are rounded to bf16, values
-// of the compact formats too; sums stay float32. Keys are read as rows of bf16, values as pairs of
-// rows: a product adds two keys to each channel.
+// of the compact formats too; sums stay float32. A product adds two channels to the score of a key,
+// and two keys to each channel of the values.
+//
+// A score has 16 partial sums, of the channels that lie in the same lane of a row's vectors, and
+// then their sum in the order of v_hsum. Few queries read keys as rows; many read them turned into
+// columns, where the partial sums are vectors of keys: the same additions.
 //
 // Heads whose size is no multiple of 32, and float32 rows, go the way of attn.inl.
 namespace ksl {
@@ -52,14 +56,13 @@ KSL_INLINE void e4m3_bytes(const E4m3Table &t, __m512i codes, __m512i &low, __m5
   high = _mm512_ternarylogic_epi32(magnitude, codes, _mm512_set1_epi8((char)0x80), 0xf8);
 }
 
-// Which byte of 64 goes where, so that two levels of interleaving inside 128-bit lanes, of bytes
-// and of words, leave channels in order.
+// Which byte of 64 goes where, so that interleaving inside 128-bit lanes leaves channels in order.
 struct LaneOrder {
-  uint8_t words[64];
-  constexpr LaneOrder() : words() {
+  uint8_t at[64];
+  constexpr LaneOrder() : at() {
     for (int k = 0; k < 4; k++)
       for (int o = 0; o < 2; o++)
-        for (int i = 0; i < 8; i++) words[16 * k + 8 * o + i] = (uint8_t)(32 * o + 8 * k + i);
+        for (int i = 0; i < 8; i++) at[16 * k + 8 * o + i] = (uint8_t)(32 * o + 8 * k + i);
   }
 };
 alignas(64) constexpr LaneOrder kLaneOrder;
@@ -71,7 +74,7 @@ KSL_INLINE __mmask64 bytes_below(int n) {
 // d: a multiple of 32.
 static void words_of_e4m3(const uint8_t *codes, int d, uint16_t *out) {
   const E4m3Table table = e4m3_table();
-  const __m512i order = _mm512_load_si512(kLaneOrder.words);
+  const __m512i order = _mm512_load_si512(kLaneOrder.at);
   for (int i = 0; i < d; i += 64) {
     const __m512i x = _mm512_maskz_loadu_epi8(bytes_below(d - i), codes + i);
     __m512i low, high;
@@ -200,8 +203,8 @@ KSL_INLINE __m512 sum_quads(const __m512 *s) {
   return _mm512_add_ps(_mm512_shuffle_ps(c[0], c[1], 0x88), _mm512_shuffle_ps(c[0], c[1], 0xdd));
 }
 
-// Keys as rows of bf16, and as codes of q4: the latter saves widening what few queries read. 64
-// channels at a time, or 32.
+// How keys are read: as rows of bf16; or as codes of q4, so that few queries need no row to be
+// made.
 struct KeyRows {
   enum { kWords = 1 };
   KSL_INLINE void load(const Tile *t, int key, int at, Words *out) {
