@@ -1,7 +1,7 @@
 """What speculation gains: tokens per second against plain decode, with the scheduler that serves.
 
-    python -m bench.speculation [--kinds code,chat,random] [--streams 1,2,4,8] [--pairs 15]
-                                [--tokens 192] [--batches 4] [--speculation auto] [--save]
+    python -m bench.speculation [--kinds code,chat,random] [--streams 1,2,4,8] [--pairs 21]
+                                [--tokens 192] [--batches 8] [--speculation auto] [--save]
     python -m bench.speculation --acceptance [--tokens 192] [--save]
     python -m bench.speculation --device [--model synth:27b] [--weights nvfp4] [--context 2048]
                                 [--streams 1,2,4,8] [--backend cuda] [--save]
@@ -166,7 +166,8 @@ async def matrix(args: argparse.Namespace, report: Report) -> None:
     spec = Server(Turn(turns), per_slot * BLOCK, POLICIES[args.speculation])
     for kind in args.kinds.split(","):
         for n in streams:
-            batches = batches_of(kind, n, args.tokens, args.batches, tokenizer)
+            count = max(2, args.batches // n)  # so that pairs of more streams take little longer
+            batches = batches_of(kind, n, args.tokens, count, tokenizer)
             await cell(report, plain, spec, kind, batches, args.pairs)
     engine.close()
 
@@ -181,9 +182,9 @@ def main() -> None:
     parser.add_argument("--model", default="ksl-nano")
     parser.add_argument("--kinds", default="code,chat,random")
     parser.add_argument("--streams", default="1,2,4,8")
-    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--pairs", type=int, default=21)
     parser.add_argument("--tokens", type=int, default=192)
-    parser.add_argument("--batches", type=int, default=4)
+    parser.add_argument("--batches", type=int, default=8)
     parser.add_argument("--speculation", choices=POLICIES, default="auto")
     parser.add_argument("--margin", type=float, default=0.5)
     parser.add_argument("--threads", type=int, default=0)

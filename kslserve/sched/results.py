@@ -14,6 +14,8 @@ from kslserve.sched.roster import Roster
 from kslserve.sched.sequence import Guide, Sequence, State
 from kslserve.sched.spec.speculator import Speculator
 
+GLANCE_EVERY = 8  # waves of which one is timed while nothing is drafted
+
 
 class Results:
     """Moves positions, notes tokens, ends what is finished and frees what the wave held."""
@@ -131,11 +133,11 @@ class Results:
         outgoing = self._outgoing
         if not outgoing.moves:
             self._cost.observe(outgoing.columns, outgoing.prompt, ms - done.drafts_ns / 1e6)
-        if self._drafting:
-            assert self._speculator is not None
+        speculator = self._speculator
+        if speculator is not None and (self._drafting or done.wave % GLANCE_EVERY == 0):
             plain = not (outgoing.moves or outgoing.prompt)
             since_ns = done.ended_ns - self._ended_ns
-            self._speculator.wave(done, since_ns, outgoing.sequences, outgoing.columns, plain)
+            speculator.wave(done, since_ns, outgoing.sequences, outgoing.columns, plain)
         metrics = self._metrics
         metrics.wave.observe(ms / 1e3)
         metrics.waves.inc()

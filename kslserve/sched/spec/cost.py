@@ -98,6 +98,12 @@ class RowCosts:
         if figure.count <= SURE:
             self._table_until = 0
 
+    def glance(self, ms: float) -> None:
+        """A plain wave took `ms` while nothing was drafted: no figure gets older by it."""
+        figure = self._figures.get(self.rows)
+        if figure is not None:
+            figure.observe(ms)
+
     def ms(self, columns: int) -> float:
         """Expected time of a wave; measured plain waves are a condition. Hopeful where little was
         measured, or it would never be."""

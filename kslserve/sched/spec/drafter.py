@@ -30,7 +30,7 @@ STAKE = 6.0  # plain waves that drafts may cost, or have to save, before that ha
 CREDIT = 12.0  # most of what drafts have saved that counts later
 PAUSE_FIRST, PAUSE_LAST = 16, 2048  # waves
 DEEPER_EVERY = 16  # rounds after which a chain is tried one draft deeper
-IDLE_MAX = 6  # waves without drafts after which only some waves are looked at
+IDLE_MAX = 3  # waves without drafts after which only some waves are looked at
 ASLEEP_MAX = 64  # most waves between two looks
 ASLEEP_SHORT = 4  # the same where the text repeats itself, or did before
 GAINED = 8  # accepted drafts that say so
@@ -256,7 +256,7 @@ class Drafter:
         index = self.index
         if self._idle >= IDLE_MAX:
             gained = self.stats.accepted >= GAINED or (index is not None and index.length >= LONG)
-            waves = min(3 ** min(self._idle - IDLE_MAX, 9), ASLEEP_SHORT if gained else ASLEEP_MAX)
+            waves = min(4 ** min(self._idle - IDLE_MAX, 9), ASLEEP_SHORT if gained else ASLEEP_MAX)
             self.asleep_until = wave + 1 + waves
             self._probe_in -= waves
 

@@ -269,6 +269,8 @@ class Speculator:
                 self._settle(done, sequences, costs, columns, ms)
             if columns > rows:
                 costs.observe(columns, ms)
+        elif self.napping:
+            costs.glance(ms)
         elif self._steady > 1:
             # One behind a wave with drafts, or that was planned in vain, is not what plain decode
             # would take.

@@ -180,6 +180,17 @@ def test_an_old_figure_is_not_believed_for_ever() -> None:
     assert costs.ms(4) < 300.0
 
 
+def test_a_glance_follows_plain_waves_only() -> None:
+    costs = RowCosts(1)
+    for _ in range(5):
+        costs.observe(1, 10.0)
+        costs.observe(8, 20.0)
+    for _ in range(2 * STALE):
+        costs.glance(5.0)
+    assert costs.ms(1) == pytest.approx(5.0)
+    assert costs.ms(8) == pytest.approx(10.0)
+
+
 def test_draft_steps() -> None:
     costs = WaveCosts()
     assert costs.draft_ms(1, 10.0) == GUESS * 10.0
