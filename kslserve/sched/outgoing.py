@@ -71,7 +71,7 @@ class Outgoing:
         drafting = False
         if self.speculator is not None:
             room = budget.columns - sum(grants)
-            drafting = self.speculator.plan(running, grants, left, room)
+            drafting = self.speculator.plan(running, grants, left, room, self.id + 1)
         self.columns = self.prompt = 0
         for sequence, n, remaining in zip(running, grants, left, strict=True):
             n = self._aim(sequence, n, remaining)
@@ -113,12 +113,16 @@ class Outgoing:
 
     def draft(self) -> bool:
         """Whether the rows that stand are to be planned anew, since some of them could draft."""
-        return self.speculator is not None and self.speculator.wants(self.sequences)
+        speculator, wave = self.speculator, self.id + 1
+        if speculator is None or wave < speculator.nap_until:
+            return False
+        return speculator.wants(self.sequences, wave)
 
     @property
     def drafting(self) -> bool:
         """Some of the rows may draft in the next wave."""
-        return self.speculator is not None and self.speculator.awake(self.sequences)
+        speculator = self.speculator
+        return speculator is not None and speculator.awake(self.sequences, self.id + 1)
 
     @property
     def empty(self) -> bool:

@@ -48,7 +48,8 @@ class Results:
             roster.due = True
         if roster.entrance.waiting:
             roster.due = True
-        self._drafting = self._speculator is not None and not self._speculator.napping
+        speculator = self._speculator
+        self._drafting = speculator is not None and done.wave >= speculator.nap_until
         prompt = sampled = decoding = spoken = 0
         for sequence, result in zip(outgoing.sequences, done.rows, strict=True):
             if sequence.state is State.ENDED:

@@ -41,9 +41,9 @@ class Speculator:
         self._lanes = min(policy.lanes, DRAFT_MAX)
         self._depth = min(policy.depth, self._lanes)
         self._patience = Patience()
-        self._wave = 0  # waves that were planned, or looked at
-        self._nap_until = 0  # all drafters sleep until then
-        self._steady = 0  # waves since one was planned
+        self.nap_until = 0  # id of the wave before which all drafters sleep
+        self._wave = 0  # the one that was planned, or looked at, last
+        self._planned = 0  # and the last one that was planned
         self._drafts = metrics.labelled(
             "drafts_total", "Drafts that were verified, and those of them accepted", "kind"
         )
@@ -64,22 +64,14 @@ class Speculator:
 
     # ------------------------------------------------------------ before a wave
 
-    @property
-    def napping(self) -> bool:
-        """All drafters sleep: there is nothing to be learnt from this wave."""
-        return self._wave < self._nap_until
-
-    def wants(self, sequences: Items[Sequence]) -> bool:
+    def wants(self, sequences: Items[Sequence], wave: int) -> bool:
         """Whether a wave in which all these just decode is worth a plan with drafts. Most waves are
-        not, and looking is all that they cost."""
-        self._wave += 1
-        self._steady += 1
-        if self._wave < self._nap_until:
-            return False
+        not, and looking is all that they cost. wave: its id."""
+        self._wave = wave
         rows = len(sequences)
         costs = self.costs.of(rows)
         if self.policy.always:
-            return self.awake(sequences)
+            return self.awake(sequences, wave)
         if costs.plain_due:
             return False
         times, least = costs.table(self._most(rows), GAIN)
@@ -89,7 +81,7 @@ class Speculator:
         least_own = least + GAIN * step_ms / times[rows] / TRUST
         found = False
         matched: list[tuple[Sequence, Drafter, bool]] = []
-        wave, first = self._wave, self._wave + ASLEEP_MAX
+        first = wave + ASLEEP_MAX
         for sequence in sequences:
             drafter = sequence.drafter
             if drafter is None or not drafter.live:
@@ -109,26 +101,25 @@ class Speculator:
             if not found:
                 for _, drafter, _ in matched:
                     drafter.doze(wave)
-        self._nap_until = 0 if found or matched else first
+        self.nap_until = 0 if found or matched else first
         return found
 
-    def awake(self, sequences: Items[Sequence]) -> bool:
-        """Whether any of them may draft in the next wave."""
-        wave = self._wave + 1
+    def awake(self, sequences: Items[Sequence], wave: int) -> bool:
+        """Whether any of them may draft in that wave."""
         return any(
             s.drafter is not None and s.drafter.live and s.drafter.asleep_until <= wave
             for s in sequences
         )
 
     def plan(
-        self, running: Items[Sequence], grants: Items[int], left: Items[int], room: int
+        self, running: Items[Sequence], grants: Items[int], left: Items[int], room: int, wave: int
     ) -> bool:
         """Aim the drafters of those that will sample in the next wave; whether any of them drafts.
 
         grants: columns by sequence; left: prompt positions to compute, 0 for a decoding one. room:
         further columns that the wave can have."""
-        self._wave += 1
-        self._nap_until = self._steady = 0
+        self._wave = self._planned = wave
+        self.nap_until = 0
         rows = prompt = 0
         drafting: list[tuple[Sequence, Drafter, bool]] = []
         for sequence, n, remaining in zip(running, grants, left, strict=True):
@@ -269,9 +260,9 @@ class Speculator:
                 self._settle(done, sequences, costs, columns, ms)
             if columns > rows:
                 costs.observe(columns, ms)
-        elif self.napping:
+        elif done.wave < self.nap_until:
             costs.glance(ms)
-        elif self._steady > 1:
+        elif done.wave > self._planned + 1:
             # One behind a wave with drafts, or that was planned in vain, is not what plain decode
             # would take.
             costs.observe(columns, ms)
