@@ -28,6 +28,19 @@ bool synchronize(Backend *b, const char *what) {
   return keep_error(&b->device, cudaStreamSynchronize(b->device.stream), what);
 }
 
+int shape_columns(int n) {
+  if (n <= 4) return n == 3 ? 4 : n;
+  return divide_up(n, kTileTokens) * kTileTokens;
+}
+
+void blank_column(Backend *b, int column) {
+  int32_t *const at = b->columns + column;
+  const int capacity = b->column_capacity;
+  at[kToken * capacity] = at[kPosition * capacity] = 0;
+  at[kSlotOf * capacity] = at[kRowOf * capacity] = -1;
+  at[kSource * capacity] = kSourceZero;
+}
+
 namespace {
 
 __global__ void fault_kernel() {
@@ -227,6 +240,7 @@ int plan_rows(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
   b->n_chunks = b->n_runs = b->n_batches = 0;
   b->n_rows = wave->n_rows;
   b->multi = false;
+  b->shaped = !b->no_graphs && !b->taps;
   b->most_position = 0;
   for (int i = 0; i < wave->n_rows; i++) {
     const ksl_row *row = &wave->rows[i];
@@ -286,6 +300,7 @@ int plan_rows(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
     if (!info->tiled && row->start + n - 1 > b->most_position)
       b->most_position = row->start + n - 1;
     if (n > 1) b->multi = true;
+    if ((n > 1 && row->kind != KSL_ROW_VERIFY) || row->logprobs) b->shaped = false;
     slot->n_drafts = 0;
     plan->n = plan->committed = info->n = info->committed = n;
     info->n_cuts = row->n_cuts;
@@ -325,29 +340,26 @@ int forward(Backend *b, bool stoppable) {
   return KSL_OK;
 }
 
-// The entry of this wave's shape; made if there is none, in the place of the one unused longest.
-Graph *find_graph(Backend *b) {
-  const int chunks = b->most_position / kChunkKeys + 1;
+// The entry of a shape; made if there is none, in the place of the one unused longest.
+Graph *find_graph(Backend *b, const GraphShape &shape) {
   Graph *oldest = &b->graphs[0];
   for (int i = 0; i < b->n_graphs; i++) {
     Graph *g = &b->graphs[i];
-    if (g->columns == b->batch.n && g->rows == b->n_rows && g->jobs == b->n_jobs &&
-        g->chunks == chunks)
-      return g;
+    if (!memcmp(&g->shape, &shape, sizeof shape)) return g;
     if (g->used < oldest->used) oldest = g;
   }
   if (b->n_graphs < kGraphs) oldest = &b->graphs[b->n_graphs++];
   if (oldest->run) cudaGraphExecDestroy(oldest->run);
-  *oldest = {b->batch.n, b->n_rows, b->n_jobs, chunks, nullptr, 0};
+  *oldest = {shape, nullptr, 0};
   return oldest;
 }
 
-// Captures the wave that is planned. A graph is a cache: without one, waves run all the same.
-void capture(Backend *b, Graph *g) {
+// A graph is a cache: without one, the same is launched kernel by kernel.
+void capture(Backend *b, Graph *g, void (*work)(Backend *)) {
   cudaGraph_t graph = nullptr;
   cudaError_t code = cudaStreamBeginCapture(b->device.stream, cudaStreamCaptureModeThreadLocal);
   if (code == cudaSuccess) {
-    forward(b, false);
+    work(b);
     code = cudaStreamEndCapture(b->device.stream, &graph);
   }
   if (code == cudaSuccess) code = cudaGraphInstantiate(&g->run, graph, 0);
@@ -359,23 +371,24 @@ void capture(Backend *b, Graph *g) {
   }
 }
 
-// Plain decode: one column a row, nothing to copy out but ids.
-bool is_decode(const Backend *b) {
-  return !b->no_graphs && !b->taps && !b->multi && b->n_kept == 0 && b->n_logprob_jobs == 0;
+// Fills the wave up to a shape: waves of drafts have any number of columns.
+void fill_shape(Backend *b) {
+  const int columns = shape_columns(b->batch.n), jobs = shape_columns(b->n_jobs);
+  if (columns > b->column_capacity || columns > kWideTokens) {
+    b->shaped = !b->multi;
+    return;
+  }
+  for (; b->batch.n < columns; b->batch.n++) blank_column(b, b->batch.n);
+  for (; b->head_jobs < jobs; b->head_jobs++) {
+    b->job_columns[b->head_jobs] = 0;
+    b->sample_jobs[b->head_jobs] = SampleJob{};
+  }
 }
 
 int launch(Backend *b) {
-  if (!is_decode(b)) return forward(b, true);
-  // Shapes are few: the number of chunks is rounded up, and chunks that are not there do nothing.
-  const int chunks = b->most_position / kChunkKeys + 1;
-  const int step = chunks <= 32 ? 4 : (chunks <= 256 ? 16 : 64);
-  b->most_position = (chunks + step - 1) / step * step * kChunkKeys - 1;
-  Graph *g = find_graph(b);
-  const bool again = g->used != 0;
-  g->used = ++b->graph_clock;
-  if (again && !g->run) capture(b, g);
-  if (!g->run) return forward(b, true);
-  keep_error(&b->device, cudaGraphLaunch(g->run, b->device.stream), "launching a wave");
+  if (!b->shaped) return forward(b, true);
+  const GraphShape shape = {kWavePart, b->batch.n, b->n_rows, b->head_jobs, 0, b->multi};
+  run_shaped(b, shape, [](Backend *of) { forward(of, false); });
   return KSL_OK;
 }
 
@@ -383,12 +396,14 @@ int run_columns(Backend *b) {
   const ModelSpec *s = b->spec;
   b->trunk = true;
   b->kv_only = false;
+  plan_head(b);
+  if (b->shaped) fill_shape(b);
   upload(b, b->d_rows, b->row_info, b->n_rows * sizeof(RowInfo));
   upload(b, b->d_tiles, b->tiles, b->n_tiles * sizeof(FlashTile));
   upload(b, b->d_chunks, b->chunks, b->n_chunks * sizeof(ChunkInfo));
   upload(b, b->d_runs, b->runs, b->n_runs * sizeof(ChunkRun));
   upload_columns(b, b->batch.n);
-  plan_head(b);
+  upload_head(b);
   const int code = launch(b);
   if (code) return code;
   finish_head(b);
@@ -443,6 +458,24 @@ int cuda_run(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
 const BackendOps kCudaOps = {"cuda", cuda_open, cuda_info, cuda_run, cuda_close};
 
 }  // namespace
+
+void run_shaped(Backend *b, GraphShape shape, void (*work)(Backend *)) {
+  // Shapes are few: the number of chunks is rounded up, and chunks that are not there do nothing.
+  const int chunks = b->most_position / kChunkKeys + 1;
+  const int step = chunks <= 32 ? 4 : (chunks <= 256 ? 16 : 64);
+  shape.chunks = divide_up(chunks, step) * step;
+  b->most_position = shape.chunks * kChunkKeys - 1;
+  Graph *g = b->no_graphs ? nullptr : find_graph(b, shape);
+  if (g) {
+    const bool again = g->used != 0;
+    g->used = ++b->graph_clock;
+    if (again && !g->run) capture(b, g, work);
+  }
+  if (g && g->run)
+    keep_error(&b->device, cudaGraphLaunch(g->run, b->device.stream), "launching a wave");
+  else
+    work(b);
+}
 
 const BackendOps *default_backend(void) {
   return &kCudaOps;

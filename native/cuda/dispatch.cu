@@ -124,14 +124,16 @@ void stage_gdn_conv(void *context, int layer) {
   ConvArgs c = conv_args(b, w.linear, w.index);
   int n = 0;
   c.list = short_columns(b, &n);
-  if (n > 0) gdn_conv(&b->device, c, n);
+  // gdn_step does all of it for its rows; then these are taps only.
+  c.history = !b->gdn_fused;
+  if (n > 0 && (!b->gdn_fused || b->taps)) gdn_conv(&b->device, c, n);
   if (b->n_chunks > 0) gdn_chunk_conv(&b->device, c, b->d_chunks, b->n_chunks);
-  if (b->multi) {
+  if (b->gdn_fused ? b->n_chunks > 0 : b->multi) {
     const HistoryArgs a = {b->spec->conv_channels, b->d_rows, slabs_of(b, w.index), b->qkv,
-                           b->conv_stride,         false};
+                           b->conv_stride,         false,     b->gdn_fused};
     gdn_history(&b->device, a, b->n_rows);
   }
-  if (b->n_kept > 0) {
+  if (b->n_kept > 0 && !b->gdn_fused) {
     const KeepArgs a = {b->d_rows,
                         b->batch.row,
                         b->qkv,
@@ -190,6 +192,45 @@ void scan_chunks(Backend *b, const LayerWeights &w, const ScanArgs &scan) {
   gdn_chunk_norm(&b->device, n, b->n_chunks);
 }
 
+// Of the linear layer `linear` and the ones after it.
+StepArgs step_args(Backend *b, int linear) {
+  StepArgs a = {};
+  a.shape = gdn_shape(b->spec);
+  a.rows = b->d_rows;
+  a.slabs = slabs_of(b, linear);
+  a.state_layer = b->state_layer;
+  a.history_layer = b->conv_layer;
+  a.qkv_stride = b->conv_stride;
+  a.head_stride = b->head_stride;
+  a.keep = kept_layer(b, linear);
+  a.keep_layer = b->keep_columns * b->keep_floats;
+  a.keep_stride = static_cast<int>(b->keep_floats);
+  a.n_rows = b->n_rows;
+  a.max_rows = b->config->slots;
+  a.together = 2 * b->device.room.processors;
+  a.arrived = b->gdn_arrived + static_cast<int64_t>(linear) * a.max_rows * a.shape.key_heads;
+  return a;
+}
+
+void step_rows(Backend *b, const LayerWeights &w) {
+  StepArgs a = step_args(b, w.index);
+  const bool floats = b->taps || w.linear.out.n_plain > 0;
+  a.qkv = b->qkv;
+  a.taps[0] = w.linear.taps;
+  a.a = b->gate_a;
+  a.b = b->gate_b;
+  a.decay_rate = w.linear.decay_rate;
+  a.dt_bias = w.linear.dt_bias;
+  a.z = b->z;
+  a.norm = w.linear.norm;
+  a.core = b->taps ? b->core : nullptr;
+  a.gated = floats ? b->gated : nullptr;
+  a.value_stride = b->value_stride;
+  a.split = split_for(w.linear.out, b->value_split);
+  a.eps = b->spec->norm_eps;
+  gdn_step(&b->device, a);
+}
+
 void stage_gdn_scan(void *context, int layer) {
   Backend *b = static_cast<Backend *>(context);
   const LayerWeights &w = b->layers[layer];
@@ -200,7 +241,10 @@ void stage_gdn_scan(void *context, int layer) {
   a.norm = w.linear.norm;
   a.gated = b->gated;
   a.split = split_for(w.linear.out, b->value_split);
-  if (b->n_short > 0) gdn_scan(&b->device, a, b->n_rows);
+  if (b->n_short > 0 && b->gdn_fused)
+    step_rows(b, w);
+  else if (b->n_short > 0)
+    gdn_scan(&b->device, a, b->n_rows);
   if (!b->taps && w.linear.out.n_plain == 0) a.gated = nullptr;
   if (b->n_chunks > 0) scan_chunks(b, w, a);
 }
@@ -405,17 +449,16 @@ void stage_head(void *context, int) {
 
 void stage_mtp_input(void *context, int) {
   Backend *b = static_cast<Backend *>(context);
-  embed(&b->device, b->embedding, b->batch, b->x, b->hidden_stride);
   JoinArgs a = {};
   a.columns = b->batch;
-  a.embedding = b->x;
+  a.embedding = b->embedding;
   a.final = b->final;
   a.stride = b->hidden_stride;
   a.width = b->spec->hidden;
   a.hidden = b->slabs.data + b->hidden_offset;
   a.hidden_stride = b->slabs.stride;
-  if (!b->trunk && b->normed_ready) {  // a later draft: from the chain of the one before
-    a.hidden = b->mixed;
+  if (!b->trunk && b->later_draft) {  // from the chain of the one before
+    a.hidden = b->chain;
     a.hidden_stride = b->hidden_stride;
   }
   a.norm_embedding = b->mtp_norm_embedding;
@@ -440,7 +483,7 @@ void stage_mtp_head(void *context, int) {
     upload(b, b->d_job_columns, b->job_columns, n * sizeof(int32_t));
     gather_columns(&b->device, b->chain, b->hidden_stride, b->spec->hidden, b->d_job_columns,
                    b->head_in, split_for(b->head, b->head_split), n);
-    head_logits(b, n);
+    head_logits(b, n, b->spec->vocab);
     tap_append(b, kTapMtpLogits, 0, b->logits, b->vocab_stride, n, 1, b->spec->vocab, 0);
   }
 }
@@ -584,9 +627,15 @@ void form_splits(Backend *b) {
     split->groups = wide ? divide_up(b->column_capacity, kPanelTokens) : 0;
 }
 
-void head_logits(Backend *b, int n) {
+void head_logits(Backend *b, int n, int vocab) {
   const Output output = {b->logits, b->vocab_stride, 0};
-  gemm_group(&b->device, b->head, b->head_in, b->hidden_stride, b->head_split, &output, nullptr, n);
+  Group head = b->head;  // the first rows of it
+  if (head.n_packed > 0 && vocab < head.packed[0].parts[0].rows) {
+    head.packed[0].tiles = head.packed[0].parts[0].tiles = divide_up(vocab, 16);
+    head.packed[0].parts[0].rows = vocab;
+  }
+  if (head.n_plain > 0 && vocab < head.plain[0].rows) head.plain[0].rows = vocab;
+  gemm_group(&b->device, head, b->head_in, b->hidden_stride, b->head_split, &output, nullptr, n);
 }
 
 void norm_columns(Backend *b, const float *gain, float *out, const Split &split, bool residual,
@@ -608,6 +657,20 @@ void norm_columns(Backend *b, const float *gain, float *out, const Split &split,
 
 void commit_kept(Backend *b) {
   const ModelSpec *s = b->spec;
+  if (b->gdn_fused) {
+    StepArgs a = step_args(b, 0);
+    int n = 0;
+    for (int layer = 0; layer < s->layers; layer++) {
+      const LayerWeights &w = b->layers[layer];
+      if (w.kind != KSL_LAYER_LINEAR) continue;
+      a.taps[n++] = w.linear.taps;
+      if (n < kStepLayers && w.index + 1 < s->linear_layers) continue;
+      gdn_replay(&b->device, a, n);
+      a = step_args(b, w.index + 1);
+      n = 0;
+    }
+    return;
+  }
   for (int layer = 0; layer < s->layers; layer++) {
     const LayerWeights &w = b->layers[layer];
     if (w.kind != KSL_LAYER_LINEAR) continue;
@@ -632,7 +695,8 @@ void commit_kept(Backend *b) {
                            slabs_of(b, w.index),
                            kept,
                            static_cast<int>(b->keep_floats),
-                           true};
+                           true,
+                           false};
     gdn_history(&b->device, h, b->n_rows);
   }
 }

@@ -77,7 +77,7 @@ void take(Backend *b, RowPlan *row, int offset, int32_t sampled) {
 
 }  // namespace
 
-void list_jobs(Backend *b) {
+void plan_head(Backend *b) {
   int n = 0, n_logprobs = 0, entries = 0;
   for (int r = 0; r < b->n_rows; r++) {
     const RowPlan *row = &b->rows[r];
@@ -113,16 +113,15 @@ void list_jobs(Backend *b) {
       b->jobs[n++] = {r, j};
     }
   }
-  b->n_jobs = n;
+  b->n_jobs = b->head_jobs = n;
   b->n_logprob_jobs = n_logprobs;
   b->logprob_entries = entries;
 }
 
-void plan_head(Backend *b) {
-  list_jobs(b);
+void upload_head(Backend *b) {
   if (b->n_jobs == 0 || !grow_entries(b, b->logprob_entries)) return;
-  upload(b, b->d_head_columns, b->job_columns, b->n_jobs * sizeof(int32_t));
-  upload(b, b->d_sample_jobs, b->sample_jobs, b->n_jobs * sizeof(SampleJob));
+  upload(b, b->d_head_columns, b->job_columns, b->head_jobs * sizeof(int32_t));
+  upload(b, b->d_sample_jobs, b->sample_jobs, b->head_jobs * sizeof(SampleJob));
   upload(b, b->d_logprob_jobs, b->logprob_jobs, b->n_logprob_jobs * sizeof(LogprobJob));
 }
 
@@ -136,27 +135,27 @@ void run_head(Backend *b) {
       upload(b, b->d_job_columns, columns, n * sizeof(int32_t));
       gather_columns(&b->device, b->final, b->hidden_stride, s->hidden, b->d_job_columns,
                      b->head_in, head_split(b), n);
-      head_logits(b, n);
+      head_logits(b, n, s->vocab);
       tap_append(b, kTapLogits, 0, b->logits, b->vocab_stride, n, 1, s->vocab, 0);
     }
   }
   int logprob = 0;
-  for (int first = 0; first < b->n_jobs; first += kHeadBatch) {
-    const int n = b->n_jobs - first < kHeadBatch ? b->n_jobs - first : kHeadBatch;
+  for (int first = 0; first < b->head_jobs; first += kHeadBatch) {
+    const int n = b->head_jobs - first < kHeadBatch ? b->head_jobs - first : kHeadBatch;
     gather_columns(&b->device, b->final, b->hidden_stride, s->hidden, b->d_head_columns + first,
                    b->head_in, head_split(b), n);
-    head_logits(b, n);
+    head_logits(b, n, s->vocab);
     // Jobs of SCORE rows are sampled too where they lie among others; nobody reads those.
     bool any = false;
     int with_logprobs = 0;
-    for (int i = first; i < first + n; i++) {
+    for (int i = first; i < first + n && i < b->n_jobs; i++) {
       const ksl_row *row = b->rows[b->jobs[i].row].row;
       any |= row->kind != KSL_ROW_SCORE;
       with_logprobs += row->logprobs != nullptr;
     }
     if (any)
       sample_columns(&b->device, b->slot_arrays, b->d_sample_jobs + first, n, b->logits,
-                     b->adjusted, b->vocab_stride, b->d_ids + first);
+                     b->sampling, b->vocab_stride, b->d_ids + first);
     if (with_logprobs)
       logprobs(&b->device, b->d_logprob_jobs + logprob, with_logprobs, b->logits, b->vocab_stride,
                s->vocab, b->d_ids, b->d_entries);
@@ -210,8 +209,58 @@ void mtp_follow(Backend *b) {
   b->kv_only = false;
 }
 
-void mtp_propose(Backend *b) {
+namespace {
+
+// One draft of every column, up to its ids; only launches.
+void draft_columns(Backend *b) {
   const ModelSpec *s = b->spec;
+  const int n = b->batch.n, cap = b->config->draft_vocab;
+  const int vocab = cap > 0 && cap < s->vocab ? cap : s->vocab;
+  rotary(&b->device, b->batch, b->frequency, s->rotary_dims / 2, b->cos, b->sin);
+  walk(b, kListMtpInput, 0);
+  walk(b, kListFull, s->layers);
+  for (int first = 0; first < n; first += kHeadBatch) {
+    const int part = n - first < kHeadBatch ? n - first : kHeadBatch;
+    gather_columns(&b->device, b->chain, b->hidden_stride, s->hidden, b->d_job_columns + first,
+                   b->head_in, head_split(b), part);
+    head_logits(b, part, vocab);
+    sample_drafts(&b->device, b->slot_arrays, b->d_sample_jobs + first, part, vocab,
+                  b->config->draft_margin, b->logits, b->sampling, b->vocab_stride,
+                  b->d_ids + first);
+  }
+}
+
+// Plans the columns of draft `step` of `rows`; returns how many.
+int plan_drafts(Backend *b, HeadJob *jobs, int rows, int step) {
+  const int capacity = b->column_capacity;
+  int32_t *token = b->columns + kToken * capacity, *position = b->columns + kPosition * capacity;
+  int32_t *slot_of = b->columns + kSlotOf * capacity, *source = b->columns + kSource * capacity;
+  int n = 0;
+  b->most_position = 0;
+  for (int i = 0; i < rows; i++) {
+    const RowPlan *row = &b->rows[jobs[i].row];
+    const Slot *slot = row->slot;
+    if (row->ended || step >= row->row->propose) continue;
+    token[n] = step ? slot->drafts[step - 1] : slot->last_token;
+    position[n] = row->row->start + row->committed + step;
+    if (position[n] > b->most_position) b->most_position = position[n];
+    slot_of[n] = row->row->slot;
+    source[n] = step ? i : row->row->slab;
+    SampleJob *job = &b->sample_jobs[n];
+    *job = SampleJob{};
+    job->slot = row->row->slot;
+    job->position = static_cast<int64_t>(position[n]) + 1;
+    job->n_drafts = slot->n_drafts;
+    memcpy(job->drafts, slot->drafts, slot->n_drafts * sizeof(int32_t));
+    b->job_columns[n] = n;
+    jobs[n++] = {jobs[i].row, step};
+  }
+  return n;
+}
+
+}  // namespace
+
+void mtp_propose(Backend *b) {
   HeadJob *jobs = b->jobs;
   int n = 0;
   for (int r = 0; r < b->n_rows; r++) {
@@ -224,62 +273,29 @@ void mtp_propose(Backend *b) {
   }
   if (!n) return;
   const uint64_t begun = now_ns();
-  const int vocab = b->config->draft_vocab > 0 ? b->config->draft_vocab : s->vocab;
   const Columns trunk = b->batch;
-  const int capacity = b->column_capacity;
-  int32_t *token = b->columns + kToken * capacity, *position = b->columns + kPosition * capacity;
-  int32_t *slot_of = b->columns + kSlotOf * capacity, *source = b->columns + kSource * capacity;
   b->trunk = false;
   for (int step = 0;; step++) {
-    const int before = n;
-    int kept = 0;
-    b->most_position = 0;
-    for (int i = 0; i < n; i++) {
-      const RowPlan *row = &b->rows[jobs[i].row];
-      const Slot *slot = row->slot;
-      if (row->ended || step >= row->row->propose) continue;
-      token[kept] = step ? slot->drafts[step - 1] : slot->last_token;
-      position[kept] = row->row->start + row->committed + step;
-      if (position[kept] > b->most_position) b->most_position = position[kept];
-      slot_of[kept] = row->row->slot;
-      source[kept] = step ? i : row->row->slab;
-      SampleJob *job = &b->sample_jobs[kept];
-      *job = SampleJob{};
-      job->slot = row->row->slot;
-      job->position = static_cast<int64_t>(position[kept]) + 1;
-      job->n_drafts = slot->n_drafts;
-      memcpy(job->drafts, slot->drafts, slot->n_drafts * sizeof(int32_t));
-      b->job_columns[kept] = kept;
-      jobs[kept] = {jobs[i].row, step};
-      kept++;
-    }
-    n = kept;
+    n = plan_drafts(b, jobs, n, step);
     if (n == 0) break;
-    b->batch.n = n;
+    int columns = shape_columns(n);
+    const bool shaped = !b->taps && columns <= kWideTokens && columns <= b->column_capacity;
+    if (!shaped) columns = n;
+    for (int i = n; i < columns; i++) {
+      blank_column(b, i);
+      b->sample_jobs[i] = SampleJob{};
+      b->job_columns[i] = i;
+    }
+    b->batch.n = columns;
     form_splits(b);
-    upload_columns(b, n);
-    upload(b, b->d_job_columns, b->job_columns, n * sizeof(int32_t));
-    upload(b, b->d_sample_jobs, b->sample_jobs, n * sizeof(SampleJob));
-    if (step > 0) {
-      // The join reads the chain of the step before while the layer writes the next one.
-      keep_error(&b->device,
-                 cudaMemcpyAsync(b->mixed, b->chain, sizeof(float) * b->hidden_stride * before,
-                                 cudaMemcpyDeviceToDevice, b->device.stream),
-                 "copying drafts");
-    }
-    rotary(&b->device, b->batch, b->frequency, s->rotary_dims / 2, b->cos, b->sin);
-    b->normed_ready = step > 0;
-    walk(b, kListMtpInput, 0);
-    walk(b, kListFull, s->layers);
-    for (int first = 0; first < n; first += kHeadBatch) {
-      const int part = n - first < kHeadBatch ? n - first : kHeadBatch;
-      gather_columns(&b->device, b->chain, b->hidden_stride, s->hidden, b->d_job_columns + first,
-                     b->head_in, head_split(b), part);
-      head_logits(b, part);
-      sample_drafts(&b->device, b->slot_arrays, b->d_sample_jobs + first, part, vocab,
-                    b->config->draft_margin, b->logits, b->adjusted, b->vocab_stride,
-                    b->d_ids + first);
-    }
+    upload_columns(b, columns);
+    upload(b, b->d_job_columns, b->job_columns, columns * sizeof(int32_t));
+    upload(b, b->d_sample_jobs, b->sample_jobs, columns * sizeof(SampleJob));
+    b->later_draft = step > 0;
+    if (shaped)
+      run_shaped(b, {kDraftPart, columns, 0, 0, 0, b->later_draft}, draft_columns);
+    else
+      draft_columns(b);
     keep_error(&b->device,
                cudaMemcpyAsync(b->ids, b->d_ids, n * sizeof(int32_t), cudaMemcpyDeviceToHost,
                                b->device.stream),

@@ -150,6 +150,7 @@ int make_pools(Backend *b, ksl_error *error) {
   slots->vocab = spec->vocab;
   slots->words = (spec->vocab + 31) / 32;
   slots->token_limit = spec->token_limit;
+  slots->scored = spec->vocab;
   slots->params = own_many<SlotParams>(b, n);
   slots->counts = own_many<int32_t>(b, n * spec->vocab);
   slots->seen = own_many<uint32_t>(b, n * slots->words);
@@ -257,7 +258,8 @@ int make_scratch(Backend *b, ksl_error *error) {
   float *region = make_region(b, most);
   b->head_in = own_many<float>(b, static_cast<size_t>(kHeadBatch) * b->hidden_stride);
   b->logits = own_many<float>(b, static_cast<size_t>(kHeadBatch) * b->vocab_stride);
-  b->adjusted = own_many<float>(b, static_cast<size_t>(kHeadBatch) * b->vocab_stride);
+  b->sampling.adjusted = own_many<float>(b, static_cast<size_t>(kHeadBatch) * b->vocab_stride);
+  b->sampling.greatest = own_many<Greatest>(b, kHeadBatch * kGreatest);
   const int half = s->kv_layers ? s->rotary_dims / 2 : 0;
   b->cos = own_many<float>(b, most * half);
   b->sin = own_many<float>(b, most * half);
@@ -283,6 +285,11 @@ int make_scratch(Backend *b, ksl_error *error) {
   b->keep_columns = static_cast<int>(most_kept < columns ? most_kept : columns);
   b->keep_floats = b->conv_stride + 2 * b->head_stride;
   b->keep = own_many<float>(b, b->keep_floats * b->keep_columns * s->linear_layers);
+  b->gdn_fused = s->linear_layers > 0 &&
+                 gdn_step_runs({s->lin_key_heads, s->lin_value_heads, s->lin_key_dim,
+                                s->lin_value_dim, s->conv_channels});
+  b->gdn_arrived =
+      own_many<unsigned>(b, b->gdn_fused ? slots * s->linear_layers * s->lin_key_heads : 1);
 
   const size_t jobs = most + slots;
   b->d_rows = own_many<RowInfo>(b, slots);
@@ -309,7 +316,8 @@ int make_scratch(Backend *b, ksl_error *error) {
                               region,
                               b->head_in,
                               b->logits,
-                              b->adjusted,
+                              b->sampling.adjusted,
+                              b->sampling.greatest,
                               b->cos,
                               b->sin,
                               b->hidden_split.data,
@@ -320,6 +328,7 @@ int make_scratch(Backend *b, ksl_error *error) {
                               b->head_split.data,
                               b->attn_partial,
                               b->keep,
+                              b->gdn_arrived,
                               b->d_rows,
                               b->d_columns,
                               b->d_job_columns,

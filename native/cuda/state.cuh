@@ -66,14 +66,18 @@ struct HeadJob {
   int row, offset;
 };
 
-// A decode wave as one launch. Waves of equal shape are equal launches: everything else they read
-// is in device memory.
+// Launches as one. Those of equal shape are equal: everything else that they read is in device
+// memory.
+struct GraphShape {
+  int part, columns, rows, jobs, chunks, multi;
+};
+enum { kWavePart, kDraftPart };
 struct Graph {
-  int columns, rows, jobs, chunks;
+  GraphShape shape;
   cudaGraphExec_t run;  // null: seen once
   uint64_t used;
 };
-enum { kGraphs = 64 };
+enum { kGraphs = 96 };
 
 struct Backend {
   const ModelSpec *spec;
@@ -120,7 +124,7 @@ struct Backend {
   int n_chunks, n_runs, n_batches;
   int32_t *columns;  // [kColumnArrays][wave_columns + slots]
   HeadJob *jobs;
-  int n_jobs;
+  int n_jobs, head_jobs;  // head_jobs: with those that fill up a shape
   int32_t *job_columns;
   SampleJob *sample_jobs;
   LogprobJob *logprob_jobs;
@@ -152,14 +156,17 @@ struct Backend {
   uint64_t graph_clock;
   bool scaled;      // packed products of many tokens are block-scaled
   bool attn_tiles;  // attention of short rows runs on tensor cores
+  bool gdn_fused;   // a linear layer of short rows is one kernel between its projections
   bool long_rows;   // prompt rows of kLongRow columns and more have kernels of their own
   bool no_graphs;   // capturing failed: waves are launched kernel by kernel
 
   Columns batch;
   bool trunk;  // the batch is the wave's columns, not drafts
   bool kv_only;
+  bool later_draft;   // drafts go on from drafts
   bool normed_ready;  // the layer before has made this layer's in_norm
   bool multi;         // a row has more than one column
+  bool shaped;        // the wave is decode and VERIFY rows, filled up to one of few shapes
   bool taps;
   int most_position;
   int column_capacity;
@@ -174,7 +181,8 @@ struct Backend {
   float *qkv, *conv, *conv_silu, *z, *core, *gated, *gate_a, *gate_b, *g, *decay, *beta;
   float *query_gate, *k, *v, *q, *stored_q, *pregate, *attn_gated;
   float *mlp_gate, *mlp_up, *mlp_act;
-  float *mtp_in, *head_in, *logits, *adjusted;
+  float *mtp_in, *head_in, *logits;
+  SampleScratch sampling;
   float *cos, *sin;
   float *attn_partial;
   int64_t attn_partial_floats;
@@ -184,6 +192,7 @@ struct Backend {
   float *keep;  // [linear layers][keep_columns][keep_floats]
   int keep_columns;
   int64_t keep_floats;
+  unsigned *gdn_arrived;  // [linear layers][slots][key heads], see StepArgs
 };
 
 enum ColumnArray {
@@ -216,7 +225,8 @@ void walk(Backend *b, StageList list, int layer);
 bool wants_tap(const Backend *b, const char *name, bool prefix);
 void tap_append(Backend *b, Tap tap, int layer, const float *data, int64_t stride, int columns,
                 int segments, int width, int64_t segment_stride);
-void head_logits(Backend *b, int n);
+// Logits of the first `vocab` ids for the first n columns of head_in.
+void head_logits(Backend *b, int n, int vocab);
 // Which form the splits have for the columns of `batch`.
 void form_splits(Backend *b);
 void norm_columns(Backend *b, const float *gain, float *out, const Split &split, bool residual,
@@ -224,9 +234,19 @@ void norm_columns(Backend *b, const float *gain, float *out, const Split &split,
 // Replays the accepted columns of VERIFY rows.
 void commit_kept(Backend *b);
 
+// ---- backend.cu
+// The columns that stand for `n` in shapes.
+int shape_columns(int n);
+// Makes a column of the plan one of no row.
+void blank_column(Backend *b, int column);
+// Runs `work`, which launches and does nothing else, as one launch where this shape was seen
+// before. Rounds most_position up.
+void run_shaped(Backend *b, GraphShape shape, void (*work)(Backend *));
+
 // ---- head.cu
-// Lists the columns of the head and uploads what it needs; run_head only launches.
+// Lists the columns of the head; uploads what it needs; run_head only launches.
 void plan_head(Backend *b);
+void upload_head(Backend *b);
 void run_head(Backend *b);
 void finish_head(Backend *b);
 void mtp_follow(Backend *b);

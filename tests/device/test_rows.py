@@ -94,6 +94,39 @@ def test_short_rows_of_full_heads(opened: Opener, kv: str, columns: int) -> None
     assert images(other) == images(again)
 
 
+@pytest.mark.parametrize("kv", ["q4", "f32"])
+@pytest.mark.parametrize("shape", ["27b-heads", "round"])
+def test_waves_of_one_shape_again(opened: Opener, shape: str, kv: str) -> None:
+    """VERIFY and decode rows and drafts beside each other, in waves that are filled up to a shape
+    and come often enough to be captured: what one sequence at a time gives."""
+    spec = spec_named(shape)
+    driver = opened(spec, tiny_tensors(spec, tiny_arrays(spec), "nvfp4"), kv=kv, wave_columns=60)
+    plain = [driver.begin(slot, sampling=HOT, seed=slot) for slot in range(3)]
+    expected = [[s.last(IDS[s.slot : s.slot + 9]), *s.decode(60)] for s in plain]
+    streams = [driver.begin(slot, sampling=HOT, seed=slot) for slot in range(3)]
+    found = [[s.last(IDS[s.slot : s.slot + 9], propose=2)] for s in streams]
+    for turn in range(12):
+        rows = [streams[0].row(RowKind.LAST, [-1], propose=1 + turn % 2)]
+        for stream, known, out, right in zip(
+            streams[1:], expected[1:], found[1:], (turn % 4, 3), strict=True
+        ):
+            at = len(out)
+            drafts = [*known[at : at + right], (known[at + right] + 1) % 199]
+            row = stream.row(RowKind.VERIFY, [-1, *drafts], draft=Draft.GIVEN, propose=3)
+            rows.append(row)
+        done = driver.wave(rows).rows
+        for stream, out, row in zip(streams, found, done, strict=True):
+            assert row.proposed > 0
+            stream.position = row.position
+            out += row.tokens
+    for slot, (stream, out) in enumerate(zip(streams, found, strict=True)):
+        assert out == expected[slot][: len(out)]
+        again = driver.begin(4, sampling=HOT, seed=slot)
+        again.last(IDS[slot : slot + 9])
+        again.decode(len(out) - 1)
+        assert images(stream) == images(again)
+
+
 def test_batch_is_singles(driver: Driver) -> None:
     lengths = (1, 7, 33, 23)
     alone = []

@@ -13,6 +13,7 @@ constexpr int kSpanChunks = 8;
 constexpr int kMaxHeadDim = 256;
 constexpr int kMaxGroup = 16;
 
+// Columns of no row, which fill up a shape, have slot and row -1: nothing of them is kept.
 struct Columns {
   const int32_t *token, *position, *slot, *row, *source;
   int n;
@@ -85,7 +86,6 @@ struct TileArgs {
   // attn_tile sets these
   float2 *partial_sums;           // [columns][heads][units]: greatest score, sum
   int units, unit_chunks, first;  // chunks of a unit: kTileSpan or 1
-  int unit_blocks;                // units that a block takes, one behind the other
 };
 // Whether it is there for such heads on this device.
 bool attn_tile_runs(Device *device, int format, int head_dim);
@@ -122,11 +122,12 @@ struct Join {
   __device__ float add(float before, float after) const { return fmaf(before, old, after * now); }
 };
 
+__device__ inline float gate_of(const GateArgs &o, int column, int head, int i, int d) {
+  return o.query_gate[static_cast<int64_t>(column) * o.query_gate_stride + (2 * head + 1) * d + i];
+}
 __device__ inline void gate_store(const GateArgs &o, int column, int head, int i, int d,
-                                  float value) {
+                                  float value, float gate) {
   const int at = head * d + i;
-  const float gate =
-      o.query_gate[static_cast<int64_t>(column) * o.query_gate_stride + (2 * head + 1) * d + i];
   const int64_t to = static_cast<int64_t>(column) * o.stride + at;
   if (o.pregate != nullptr) o.pregate[to] = value;
   const float gated = value * sigmoid(gate);

@@ -40,7 +40,7 @@ __global__ void combine_kernel(const __grid_constant__ CombineArgs a) {
     }
     value = acc / l;
   }
-  gate_store(a.gate, column, head, i, a.d, value);
+  gate_store(a.gate, column, head, i, a.d, value, gate_of(a.gate, column, head, i, a.d));
 }
 
 }  // namespace

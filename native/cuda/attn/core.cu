@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kWarps * 32) core_kernel(const __grid_constant
   const int keys = position + 1;
   const int chunks = (keys + kChunkKeys - 1) / kChunkKeys;
   const int begin = a.unit_chunks ? blockIdx.x * a.unit_chunks : 0;
-  if (position < a.kv.first_key || begin >= chunks) return;
+  if (slot < 0 || position < a.kv.first_key || begin >= chunks) return;
   const int end = a.unit_chunks ? min(chunks, begin + a.unit_chunks) : chunks;
   const int at = lane * kCount;
 

@@ -154,8 +154,9 @@ __global__ void __launch_bounds__(kWarps * 32)
   if (a.keep_k) save(k, x);
   float v[kPer];
   load(a.v + static_cast<int64_t>(column) * a.kv_stride + head * d + at, v);
-  const int position = a.columns.position[column];
-  const KvPlace place = kv_place(a.kv, a.columns.slot[column], position, head);
+  const int position = a.columns.position[column], slot = a.columns.slot[column];
+  if (slot < 0) return;
+  const KvPlace place = kv_place(a.kv, slot, position, head);
   uint8_t *k_row = place.base + a.kv.k_offset + static_cast<int64_t>(place.row) * a.kv.k_bytes;
   uint8_t *k_scale =
       place.base + a.kv.k_scale_offset + static_cast<int64_t>(place.row) * a.kv.k_scale_bytes;
@@ -226,6 +227,7 @@ __global__ void heads_kernel(const __grid_constant__ HeadsArgs a) {
     return;
   }
   if (i < d && a.keep_k) k[i] = y;
+  if (a.columns.slot[column] < 0) return;
   const KvPlace place = kv_place(a.kv, a.columns.slot[column], position, head);
   uint8_t *k_row = place.base + a.kv.k_offset + static_cast<int64_t>(place.row) * a.kv.k_bytes;
   uint8_t *k_scale =

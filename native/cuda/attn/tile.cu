@@ -321,6 +321,8 @@ __device__ inline bool find_work(const TileArgs &a, int group, Work *w) {
   w->index = index;
   w->column = c;
   w->columns = 1;
+  w->slot = a.columns.slot[c];
+  if (w->slot < 0) return false;
   if (a.rows != nullptr) {
     const RowInfo &row = a.rows[a.columns.row[c]];
     // The block of a tile's first column has it whole, as far as it lies in this launch.
@@ -331,7 +333,6 @@ __device__ inline bool find_work(const TileArgs &a, int group, Work *w) {
   }
   w->pair = part * 8 * kTiles;
   w->pairs = min(8 * kTiles, w->columns * group - w->pair);
-  w->slot = a.columns.slot[c];
   return true;
 }
 
@@ -493,8 +494,10 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && kFormat != KSL_KV_BF1
   if (!find_work<kTiles>(a, group, &w)) return;
   const int last = a.columns.position[w.column] + (w.pair + w.pairs - 1) / group;
   const int keys = last + 1, chunks = (keys + kKeys - 1) / kKeys;
-  const int together = a.unit_chunks * a.unit_blocks;
-  const int begin = blockIdx.x * together, end = min(chunks, begin + together);
+  // Blocks have equal shares of the units that these columns have.
+  const int units = (chunks + a.unit_chunks - 1) / a.unit_chunks, share = blockIdx.x;
+  const int begin = units * share / static_cast<int>(gridDim.x) * a.unit_chunks;
+  const int end = min(chunks, units * (share + 1) / static_cast<int>(gridDim.x) * a.unit_chunks);
   if (begin >= end || last < a.kv.first_key) return;
 
   Loader<kFormat, kDim, kTiles> loader(a.kv, w.slot, head, keys, begin);
@@ -590,20 +593,24 @@ bool run(Device *device, TileArgs a, int columns, bool ask) {
   const int together = slots<kFormat, kDim, kTiles>();
   if (ask || together == 0) return together > 0;
   const int group = a.heads / a.kv.kv_heads, parts = divide_up(group, 8 * kTiles);
-  // Units one behind the other in a block, so that all blocks run at once.
+  // As many blocks as run at once have the units of a tile of columns.
   const int per_tile = a.rows != nullptr && parts == 1 ? 8 * kTiles / group : 1;
-  const int64_t units =
-      static_cast<int64_t>(a.units) * a.kv.kv_heads * divide_up(columns, per_tile) * parts;
-  a.unit_blocks = a.unit_chunks == 1 ? 1 : divide_up(units, together);
+  const int others = a.kv.kv_heads * divide_up(columns, per_tile) * parts;
+  const int blocks = together < 2 * others ? 1 : together / others;
   launch_chained(device, "attn_tile", tile_kernel<kFormat, kDim, kTiles>,
-                 dim3(divide_up(a.units, a.unit_blocks), a.kv.kv_heads, columns * parts), kThreads,
-                 Layout<kFormat, kDim, kTiles>::kAll, a);
+                 dim3(blocks < a.units ? blocks : a.units, a.kv.kv_heads, columns * parts),
+                 kThreads, Layout<kFormat, kDim, kTiles>::kAll, a);
   return true;
+}
+
+// Eights of queries that a block takes at once: as many as registers hold.
+constexpr int most_tiles(int format) {
+  return format == KSL_KV_Q4 ? 3 : 2;
 }
 
 template <int kFormat, int kDim>
 bool by_tiles(Device *device, const TileArgs &a, int columns, bool ask) {
-  constexpr int kMany = kFormat == KSL_KV_Q4 ? 3 : 2;  // as many as registers hold
+  constexpr int kMany = most_tiles(kFormat);
   if (ask)
     return run<kFormat, kDim, 1>(device, a, columns, true) &&
            run<kFormat, kDim, kMany>(device, a, columns, true);
@@ -639,40 +646,124 @@ bool by_format(Device *device, const TileArgs &a, int columns, bool ask) {
 }
 
 // The end: spans joined in a fixed order, every fourth one by itself, then the gate. A block is one
-// column and query head. A thread has one dim of all four parts, or where spans are many of one.
+// column and query head, a thread one dim of one of the four parts.
 constexpr int kJoinParts = 4;
 constexpr int kFewSpans = 32;
 constexpr int kJoinSpans = 256;  // at one time
 
-template <int kThreadParts>
-__global__ void __launch_bounds__(kMaxHeadDim *kJoinParts / kThreadParts)
-    join_kernel(const __grid_constant__ TileArgs a, const __grid_constant__ GateArgs o) {
-  begin_chained();
-  __shared__ float2 spans[kJoinSpans];  // greatest score, then weight; sum
-  __shared__ float scratch[32], parts[kJoinParts][kMaxHeadDim], totals[kJoinParts];
-  const int at = a.first + blockIdx.x, head = blockIdx.y;
-  const int column = a.list != nullptr ? a.list[at] : at;
-  const int d = a.kv.head_dim, position = a.columns.position[column];
+// What a column and head has of partial results.
+struct Partials {
+  int column, units, spans;
+  int64_t index;  // of its first unit
+  __device__ Partials(const TileArgs &a, int at, int head, int position) {
+    column = a.list != nullptr ? a.list[a.first + at] : a.first + at;
+    const int chunks = position / kKeys + 1, per_span = kTileSpan / a.unit_chunks;
+    units = (chunks + a.unit_chunks - 1) / a.unit_chunks;
+    spans = (units + per_span - 1) / per_span;
+    index = (static_cast<int64_t>(at) * a.heads + head) * a.units;
+  }
+};
+
+// Up to kFewSpans: all values are on their way before the first is used. kUnits: of a span.
+template <int kUnits>
+__global__ void __launch_bounds__(kMaxHeadDim *kJoinParts)
+    join_few(const __grid_constant__ TileArgs a, const __grid_constant__ GateArgs o) {
+  constexpr int kOwn = kFewSpans / kJoinParts;
+  __shared__ float2 spans[kFewSpans], units[kFewSpans][kUnits];  // units: factors before and after
+  __shared__ float parts[kJoinParts][kMaxHeadDim], totals[kJoinParts];
+  allow_next();
+  const int head = blockIdx.y, d = a.kv.head_dim;
   const int i = threadIdx.x % d, part = threadIdx.x / d;
+  const int first = a.first + blockIdx.x;
+  const int position = a.columns.position[a.list != nullptr ? a.list[first] : first];
+  const Partials p(a, blockIdx.x, head, position);
+  wait_before();
+  const float gate = part == 0 ? gate_of(o, p.column, head, i, d) : 0.0f;
   if (position < a.kv.first_key) {
-    if (part == 0) gate_store(o, column, head, i, d, 0);
+    if (part == 0) gate_store(o, p.column, head, i, d, 0, gate);
     return;
   }
-  const int chunks = position / kKeys + 1, per_span = kTileSpan / a.unit_chunks;
-  const int units = (chunks + a.unit_chunks - 1) / a.unit_chunks;
-  const int n = (units + per_span - 1) / per_span;
-  const int64_t index = (static_cast<int64_t>(blockIdx.x) * a.heads + head) * a.units;
-  const float2 *sums = a.partial_sums + index;
-  const float *from = a.partial + index * d + i;
+  const float *from = a.partial + p.index * d + i;
+  float v[kOwn][kUnits];
+#pragma unroll
+  for (int j = 0; j < kOwn; j++) {
+#pragma unroll
+    for (int k = 0; k < kUnits; k++) {
+      const int u = (part + j * kJoinParts) * kUnits + k;
+      v[j][k] = u < p.units ? from[static_cast<int64_t>(u) * d] : 0.0f;
+    }
+  }
+  if (threadIdx.x < 32) {
+    const int s = threadIdx.x;
+    float2 sum[kUnits];
+#pragma unroll
+    for (int k = 0; k < kUnits; k++)
+      sum[k] = s * kUnits + k < p.units ? a.partial_sums[p.index + s * kUnits + k]
+                                        : make_float2(-INFINITY, 0);
+    float most = -INFINITY, total = 0;
+#pragma unroll
+    for (int k = 0; k < kUnits; k++) {
+      if (s * kUnits + k >= p.units) break;
+      const Join join(most, sum[k].x);
+      total = join.add(total, sum[k].y);
+      most = join.most;
+      units[s][k] = make_float2(join.old, join.now);
+    }
+    spans[s] = make_float2(exp2_fast(most - warp_max(most)), total);
+  }
+  __syncthreads();
+  float acc = 0, total = 0;
+#pragma unroll
+  for (int j = 0; j < kOwn; j++) {
+    const int s = part + j * kJoinParts;
+    if (s >= p.spans) break;
+    float span = kUnits == 1 ? v[j][0] : 0.0f;
+#pragma unroll
+    for (int k = 0; k < kUnits && kUnits > 1; k++) {
+      if (s * kUnits + k >= p.units) break;
+      span = fmaf(span, units[s][k].x, v[j][k] * units[s][k].y);
+    }
+    total = fmaf(spans[s].y, spans[s].x, total);
+    acc = fmaf(span, spans[s].x, acc);
+  }
+  parts[part][i] = acc;
+  if (i == 0) totals[part] = total;
+  __syncthreads();
+  if (part != 0) return;
+  const float value = (parts[0][i] + parts[1][i]) + (parts[2][i] + parts[3][i]);
+  gate_store(o, p.column, head, i, d, value / ((totals[0] + totals[1]) + (totals[2] + totals[3])),
+             gate);
+}
+
+// Any number of spans.
+__global__ void __launch_bounds__(kMaxHeadDim *kJoinParts)
+    join_many(const __grid_constant__ TileArgs a, const __grid_constant__ GateArgs o) {
+  __shared__ float2 spans[kJoinSpans];  // greatest score, then weight; sum
+  __shared__ float scratch[32], parts[kJoinParts][kMaxHeadDim], totals[kJoinParts];
+  allow_next();
+  const int head = blockIdx.y, d = a.kv.head_dim;
+  const int i = threadIdx.x % d, part = threadIdx.x / d;
+  const int at = a.first + blockIdx.x;
+  const int position = a.columns.position[a.list != nullptr ? a.list[at] : at];
+  const Partials p(a, blockIdx.x, head, position);
+  wait_before();
+  const float gate = part == 0 ? gate_of(o, p.column, head, i, d) : 0.0f;
+  if (position < a.kv.first_key) {
+    if (part == 0) gate_store(o, p.column, head, i, d, 0, gate);
+    return;
+  }
+  const int per_span = kTileSpan / a.unit_chunks;
+  const float2 *sums = a.partial_sums + p.index;
+  const float *from = a.partial + p.index * d + i;
   float most = -INFINITY;
-  for (int u = threadIdx.x; u < units; u += blockDim.x) most = fmaxf(most, sums[u].x);
+  for (int u = threadIdx.x; u < p.units; u += blockDim.x) most = fmaxf(most, sums[u].x);
   most = block_max(most, scratch);
-  float acc[kThreadParts] = {}, total[kThreadParts] = {};
-  for (int first = 0; first < n; first += kJoinSpans) {
+  float acc = 0, total = 0;
+  for (int first = 0; first < p.spans; first += kJoinSpans) {
     __syncthreads();
-    for (int s = threadIdx.x; s < kJoinSpans && first + s < n; s += blockDim.x) {
+    for (int s = threadIdx.x; s < kJoinSpans && first + s < p.spans; s += blockDim.x) {
       float span_most = -INFINITY, span_total = 0;
-      for (int u = (first + s) * per_span; u < (first + s + 1) * per_span && u < units; u++) {
+      for (int u = (first + s) * per_span; u < (first + s + 1) * per_span && u < p.units; u++) {
         const float2 unit = sums[u];
         const Join join(span_most, unit.x);
         span_total = join.add(span_total, unit.y);
@@ -681,51 +772,42 @@ __global__ void __launch_bounds__(kMaxHeadDim *kJoinParts / kThreadParts)
       spans[s] = make_float2(exp2_fast(span_most - most), span_total);
     }
     __syncthreads();
-    const int here = min(kJoinSpans, n - first);
-#pragma unroll(kThreadParts == 1 ? 8 : 2)
-    for (int from_span = part; from_span < here; from_span += kJoinParts) {
+    const int here = min(kJoinSpans, p.spans - first);
+#pragma unroll 8
+    for (int s = part; s < here; s += kJoinParts) {
+      const int u = (first + s) * per_span;
+      float span_acc = 0;
+      if (per_span == 1) {
+        span_acc = from[static_cast<int64_t>(u) * d];
+      } else {
+        float2 unit[kTileSpan];
+        float v[kTileSpan];
 #pragma unroll
-      for (int k = 0; k < kThreadParts; k++) {
-        const int s = from_span + k;
-        if (s >= here) break;
-        const int u = (first + s) * per_span;
-        float span_acc = 0;
-        if (per_span == 1) {
-          span_acc = from[static_cast<int64_t>(u) * d];
-        } else {
-          float2 unit[kTileSpan];
-          float v[kTileSpan];
-#pragma unroll
-          for (int j = 0; j < kTileSpan; j++) {
-            const bool there = u + j < units;
-            unit[j] = there ? sums[u + j] : make_float2(-INFINITY, 0);
-            v[j] = there ? from[static_cast<int64_t>(u + j) * d] : 0.0f;
-          }
-          float span_most = -INFINITY;
-#pragma unroll
-          for (int j = 0; j < kTileSpan; j++) {
-            if (u + j >= units) break;
-            const Join join(span_most, unit[j].x);
-            span_acc = join.add(span_acc, v[j]);
-            span_most = join.most;
-          }
+        for (int j = 0; j < kTileSpan; j++) {
+          const bool there = u + j < p.units;
+          unit[j] = there ? sums[u + j] : make_float2(-INFINITY, 0);
+          v[j] = there ? from[static_cast<int64_t>(u + j) * d] : 0.0f;
         }
-        total[k] = fmaf(spans[s].y, spans[s].x, total[k]);
-        acc[k] = fmaf(span_acc, spans[s].x, acc[k]);
+        float span_most = -INFINITY;
+#pragma unroll
+        for (int j = 0; j < kTileSpan; j++) {
+          if (u + j >= p.units) break;
+          const Join join(span_most, unit[j].x);
+          span_acc = join.add(span_acc, v[j]);
+          span_most = join.most;
+        }
       }
+      total = fmaf(spans[s].y, spans[s].x, total);
+      acc = fmaf(span_acc, spans[s].x, acc);
     }
   }
-  if constexpr (kThreadParts == kJoinParts) {
-    const float value = (acc[0] + acc[1]) + (acc[2] + acc[3]);
-    gate_store(o, column, head, i, d, value / ((total[0] + total[1]) + (total[2] + total[3])));
-    return;
-  }
-  parts[part][i] = acc[0];
-  if (i == 0) totals[part] = total[0];
+  parts[part][i] = acc;
+  if (i == 0) totals[part] = total;
   __syncthreads();
   if (part != 0) return;
   const float value = (parts[0][i] + parts[1][i]) + (parts[2][i] + parts[3][i]);
-  gate_store(o, column, head, i, d, value / ((totals[0] + totals[1]) + (totals[2] + totals[3])));
+  gate_store(o, p.column, head, i, d, value / ((totals[0] + totals[1]) + (totals[2] + totals[3])),
+             gate);
 }
 
 }  // namespace
@@ -740,7 +822,10 @@ bool attn_tile_runs(Device *device, int format, int head_dim) {
 void attn_tile(Device *device, TileArgs a, const GateArgs &o, int most_position, int64_t room) {
   const int chunks = most_position / kKeys + 1, spans = divide_up(chunks, kTileSpan);
   // Spans make less to join, chunks fill a device with less work.
-  const bool by_span = static_cast<int64_t>(spans) * a.kv.kv_heads * a.n >= kManySpans;
+  const int group = a.heads / a.kv.kv_heads, most_pairs = 8 * most_tiles(a.format);
+  const int tiles =
+      a.rows != nullptr && group <= most_pairs ? divide_up(a.n, most_pairs / group) : a.n;
+  const bool by_span = static_cast<int64_t>(spans) * a.kv.kv_heads * tiles >= kManySpans;
   a.unit_chunks = by_span ? kTileSpan : 1;
   a.units = by_span ? spans : chunks;
   const int64_t fit = room / (static_cast<int64_t>(a.units) * a.heads);
@@ -750,12 +835,14 @@ void attn_tile(Device *device, TileArgs a, const GateArgs &o, int most_position,
     const int left = a.n - first, n = left < fit ? left : static_cast<int>(fit);
     a.first = first;
     by_format(device, a, n, false);
-    if (spans <= kFewSpans)
-      KSL_CHAIN(device, "attn_join", join_kernel<kJoinParts>, dim3(n, a.heads), a.kv.head_dim, a,
-                o);
+    const dim3 grid(n, a.heads);
+    const int threads = a.kv.head_dim * kJoinParts;
+    if (spans > kFewSpans)
+      KSL_CHAIN(device, "attn_join", join_many, grid, threads, a, o);
+    else if (by_span)
+      KSL_CHAIN(device, "attn_join", join_few<1>, grid, threads, a, o);
     else
-      KSL_CHAIN(device, "attn_join", join_kernel<1>, dim3(n, a.heads), a.kv.head_dim * kJoinParts,
-                a, o);
+      KSL_CHAIN(device, "attn_join", join_few<kTileSpan>, grid, threads, a, o);
     first += n;
   }
 }

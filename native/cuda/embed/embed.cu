@@ -6,10 +6,9 @@ namespace ksl {
 namespace {
 
 __global__ void embed_kernel(Raw table, const int32_t *token, float *x, int stride) {
-  const int column = blockIdx.x;
-  const int64_t row = token[column];
-  for (int i = threadIdx.x; i < table.cols; i += blockDim.x)
-    x[static_cast<int64_t>(column) * stride + i] = raw_any(table, row, i);
+  const int column = blockIdx.x, i = blockIdx.y * blockDim.x + threadIdx.x;
+  if (i < table.cols)
+    x[static_cast<int64_t>(column) * stride + i] = raw_any(table, token[column], i);
 }
 
 __global__ void rotary_kernel(const int32_t *position, int n, const double *frequency, int half,
@@ -24,7 +23,8 @@ __global__ void rotary_kernel(const int32_t *position, int n, const double *freq
 }  // namespace
 
 void embed(Device *device, const Raw &table, const Columns &columns, float *x, int stride) {
-  KSL_LAUNCH(device, "embed", embed_kernel, columns.n, 256, table, columns.token, x, stride);
+  KSL_LAUNCH(device, "embed", embed_kernel, dim3(columns.n, divide_up(table.cols, 256)), 256, table,
+             columns.token, x, stride);
 }
 
 void rotary(Device *device, const Columns &columns, const double *frequency, int half, float *cos,

@@ -22,10 +22,6 @@ __device__ inline float4 conv_silu(const float4 (&taps)[kTaps], const float4 (&w
   return make_float4(out[0], out[1], out[2], out[3]);
 }
 
-__device__ inline double softplus(double x) {
-  return x > 30 ? x : log1p(exp(x));
-}
-
 __global__ void __launch_bounds__(kWarps * 32)
     conv_kernel(const __grid_constant__ ConvArgs a, const ChunkInfo *chunks) {
   begin_chained();
@@ -55,11 +51,8 @@ __global__ void __launch_bounds__(kWarps * 32)
   if (!unit && lane < n) {
     const int h = head - 2 * s.key_heads;
     const int64_t at = (column + lane) * a.head_stride + h;
-    const double x = static_cast<double>(a.a[at]) + a.dt_bias[h];
-    const float g = static_cast<float>(a.decay_rate[h] * softplus(x));
-    a.g[at] = g;
-    a.decay[at] = static_cast<float>(exp(static_cast<double>(g)));
-    a.beta[at] = static_cast<float>(1.0 / (1.0 + exp(-static_cast<double>(a.b[at]))));
+    a.decay[at] = gdn_decay(a.a[at], a.decay_rate[h], a.dt_bias[h], a.g + at);
+    a.beta[at] = sigmoid(a.b[at]);
   }
   float4 next[kAhead];
   const auto load = [&](int i) {

@@ -12,10 +12,6 @@ __device__ inline float column_at(const float *qkv, int stride, const float *his
                      : history[(kHistory + offset) * channels + channel];
 }
 
-__device__ inline double softplus(double x) {
-  return x > 30 ? x : log1p(exp(x));
-}
-
 // A block is one column and one head: query heads, then key heads, then value heads.
 __global__ void conv_kernel(const __grid_constant__ ConvArgs a) {
   begin_chained();
@@ -23,6 +19,7 @@ __global__ void conv_kernel(const __grid_constant__ ConvArgs a) {
   const GdnShape &s = a.shape;
   const int column = a.list != nullptr ? a.list[blockIdx.x] : blockIdx.x;
   const int head = blockIdx.y, i = threadIdx.x;
+  if (a.row_of[column] < 0) return;
   const RowInfo &row = a.rows[a.row_of[column]];
   const bool unit = head < 2 * s.key_heads;
   const int dim = unit ? s.key_dim : s.value_dim;
@@ -60,16 +57,14 @@ __global__ void conv_kernel(const __grid_constant__ ConvArgs a) {
   } else if (i == 0 && a.gates) {
     const int h = head - 2 * s.key_heads;
     const int64_t at = static_cast<int64_t>(column) * a.head_stride + h;
-    const double x = static_cast<double>(a.a[at]) + a.dt_bias[h];
-    const float g = static_cast<float>(a.decay_rate[h] * softplus(x));
-    a.g[at] = g;
-    a.decay[at] = static_cast<float>(exp(static_cast<double>(g)));
-    a.beta[at] = static_cast<float>(1.0 / (1.0 + exp(-static_cast<double>(a.b[at]))));
+    a.decay[at] = gdn_decay(a.a[at], a.decay_rate[h], a.dt_bias[h], a.g + at);
+    a.beta[at] = sigmoid(a.b[at]);
   }
 }
 
 __global__ void keep_kernel(const __grid_constant__ KeepArgs a) {
   const int column = blockIdx.x;
+  if (a.row_of[column] < 0) return;
   const RowInfo &row = a.rows[a.row_of[column]];
   if (row.keep < 0) return;
   float *to = a.to + (row.keep + column - row.column) * a.to_stride;
@@ -85,7 +80,7 @@ __global__ void history_kernel(const __grid_constant__ HistoryArgs a) {
   const RowInfo &row = a.rows[blockIdx.x];
   const int channel = blockIdx.y * blockDim.x + threadIdx.x;
   if (channel >= a.channels || (row.keep >= 0) != a.keep || row.n == 0) return;
-  if (!a.keep && row.n == 1) return;
+  if ((!a.keep && row.n == 1) || (a.tiled && !row.tiled)) return;
   const float *qkv = a.qkv + static_cast<int64_t>(a.keep ? row.keep : row.column) * a.qkv_stride;
   float *history = a.slabs.data + row.slab * a.slabs.stride + a.slabs.history_offset;
   float old[kHistory];

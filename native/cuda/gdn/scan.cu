@@ -107,10 +107,6 @@ void run(Device *device, const ScanArgs &a, dim3 grid, dim3 block) {
 }  // namespace
 
 void gdn_scan(Device *device, const ScanArgs &a, int n_rows) {
-  if (a.shape.key_dim == 128 && a.shape.value_dim == 128) {
-    gdn_step(device, a, n_rows);
-    return;
-  }
   const dim3 grid(n_rows, a.shape.value_heads), block(padded32(a.shape.value_dim), kParts);
   if (block.x <= 128)
     run<512>(device, a, grid, block);

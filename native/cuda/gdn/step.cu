@@ -1,6 +1,15 @@
-// The token recurrence of scan.cu for heads of 128 keys and 128 value dims. A block has one value
-// head of one row; a warp holds 16 keys of the state, a lane four value dims of each, so a state is
-// read and written once per row, 16 bytes at a time.
+// What lies between the projections of a linear layer, for heads of 128 dims and rows that are not
+// tiled: convolution, unit norm, gates, the recurrence of scan.cu and the gated norm. A block has
+// one value head of one row and reads and writes its state once, however many tokens the row has.
+//
+// A warp has 16 value dims of all keys: a lane four of the dims and 16 of the keys, so that the
+// recurrence needs no more than shuffles. The kernel is kept short: most of its instructions run
+// once, so fetching them costs as much as running them.
+//
+// Blocks of one key head read the same history of queries and keys: the last of them to have read
+// it writes the new one.
+#include "../common/bulk.cuh"
+#include "../common/mma.cuh"
 #include "gdn.cuh"
 
 namespace ksl {
@@ -10,132 +19,302 @@ namespace {
 constexpr int kDim = 128;
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * 32;
-constexpr int kKeys = kDim / kWarps;
+constexpr int kKeys = kDim / 8;            // of a lane
+constexpr int kBatch = 1 + KSL_MAX_DRAFT;  // tokens whose inputs are made at one time
 
+enum Input { kQuery, kKey, kValue, kGate, kInputs };
 struct Shared {
-  float keys[2][2][kDim];  // of a token and of the next one: keys, queries
-  float4 predicted[kWarps][32], out[kWarps][32];
+  // First as they were projected, then the unit queries and keys, the values (at last the outputs)
+  // and silu(z).
+  float inputs[kInputs][kBatch][kDim];
+  float windows[2][kHistory][kThreads];  // of the convolution, behind the batch
+  float norm[kDim];
+  float decay[kBatch], beta[kBatch];
+  bool last;
 };
 
-__device__ inline void add(float4 &to, const float4 &v) {
-  to.x += v.x, to.y += v.y, to.z += v.z, to.w += v.w;
-}
 __device__ inline void scale_add(float4 &to, float a, const float4 &v) {
   to.x = fmaf(a, v.x, to.x), to.y = fmaf(a, v.y, to.y);
   to.z = fmaf(a, v.z, to.z), to.w = fmaf(a, v.w, to.w);
 }
-// What the warps have of this lane's dims, in a fixed order.
-__device__ inline float4 sum_warps(const float4 (&parts)[kWarps][32], int lane) {
-  float4 sums[2];
+// The sum over the lanes that have other keys of the same dims.
+__device__ inline void sum_keys(float4 &v) {
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    sums[half] = parts[4 * half][lane];
-    add(sums[half], parts[4 * half + 1][lane]);
-    float4 other = parts[4 * half + 2][lane];
-    add(other, parts[4 * half + 3][lane]);
-    add(sums[half], other);
-    asm volatile("" ::: "memory");  // all eight at once would not fit in registers
+  for (int step = 4; step < 32; step *= 2) {
+    v.x += __shfl_xor_sync(kAll, v.x, step), v.y += __shfl_xor_sync(kAll, v.y, step);
+    v.z += __shfl_xor_sync(kAll, v.z, step), v.w += __shfl_xor_sync(kAll, v.w, step);
   }
-  add(sums[0], sums[1]);
-  return sums[0];
 }
 
-__global__ void __launch_bounds__(kThreads, 2) step_kernel(const __grid_constant__ ScanArgs a) {
-  __shared__ Shared s;
+// One channel of the convolution: its weights and the last values before it.
+struct Channel {
+  float tap[kTaps], window[kTaps];
+  __device__ void load(const float *taps, const float *history, int channels, int step) {
+#pragma unroll
+    for (int t = 0; t < kTaps; t++) tap[t] = taps[t * channels];
+#pragma unroll
+    for (int t = 0; t < kHistory; t++) window[t + 1] = history[t * step];
+  }
+  __device__ float next(float x) {
+#pragma unroll
+    for (int t = 0; t < kHistory; t++) window[t] = window[t + 1];
+    window[kHistory] = x;
+    float sum = tap[0] * window[0];
+#pragma unroll
+    for (int t = 1; t < kTaps; t++) sum = fmaf(tap[t], window[t], sum);
+    return silu(sum);
+  }
+};
+
+// kReplay: of kept rows the committed columns, in all layers of the launch; only the state and its
+// history are wanted.
+template <bool kReplay>
+__global__ void __launch_bounds__(kThreads, 2) step_kernel(const __grid_constant__ StepArgs a) {
+  __shared__ __align__(16) Shared s;
   const GdnShape &shape = a.shape;
-  const RowInfo &row = a.rows[blockIdx.x];
-  const int n = a.keep ? row.committed : row.n;
-  if (row.tiled || n == 0 || (a.keep && row.keep < 0)) return;
-  const int head = blockIdx.y, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int first = a.keep ? row.keep : row.column;
-  const int key_head = head / (shape.value_heads / shape.key_heads);
-  const auto state_of = [&](int slab) {
-    return a.slabs.data + slab * a.slabs.stride + a.slabs.state_offset +
-           ((head * kWarps + warp) * kKeys * kDim + lane * 4);
-  };
-  float4 state[kKeys];
+  const int head = blockIdx.x, layer = blockIdx.z;
+  const RowInfo &row = a.rows[blockIdx.y];
+  const int n = kReplay ? row.committed : row.n, slab = row.slab, column = row.column;
+  const int n_cuts = kReplay ? 0 : row.n_cuts, first_kept = row.keep;
+  const bool kept = first_kept >= 0, commits = kReplay || !kept;
+  if (row.tiled || n == 0 || (kReplay && !kept)) return;
+  const int group = shape.value_heads / shape.key_heads, key_head = head / group;
+  const bool leads = head % group == 0;  // stores what blocks of a key head share
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   allow_next();
-  // No kernel of this wave before this one writes the state of this layer.
-  {
-    const float *from = state_of(row.slab);
-#pragma unroll
-    for (int i = 0; i < kKeys; i++) state[i] = *reinterpret_cast<const float4 *>(from + i * kDim);
-  }
-  wait_before();
-  const auto store = [&](int slab) {
-    float *to = state_of(slab);
-#pragma unroll
-    for (int i = 0; i < kKeys; i++) *reinterpret_cast<float4 *>(to + i * kDim) = state[i];
+
+  float4 state[kKeys];
+  const int dim = warp * 16 + (lane & 3) * 4, key = (lane >> 2) * 4;
+  const int state_at = (head * kDim + key) * kDim + dim;
+  const auto state_of = [&](int of) {
+    return a.slabs.data + of * a.slabs.stride + a.slabs.state_offset + layer * a.state_layer;
   };
-  const float *conv = a.conv + static_cast<int64_t>(first) * a.conv_stride;
-  // Threads 0 to 127 have a key, the others a query.
-  const int own = (threadIdx.x < kDim ? shape.key_heads * kDim : 0) + key_head * kDim +
-                  (threadIdx.x & (kDim - 1));
-  const int value_at = 2 * shape.key_heads * kDim + head * kDim + lane * 4;
-  s.keys[0][threadIdx.x / kDim][threadIdx.x % kDim] = conv[own];
-  int64_t gate_at = static_cast<int64_t>(first) * a.head_stride + head;
-  __syncthreads();
-  int cut = 0;
-  for (int t = 0; t < n; t++) {
-    const float *const keys = s.keys[t & 1][0] + warp * kKeys;
-    const float *const queries = s.keys[t & 1][1] + warp * kKeys;
-    const float4 v = *reinterpret_cast<const float4 *>(conv + value_at);
-    const float decay = a.decay[gate_at], beta = a.beta[gate_at];
-    float4 sum = {};
+  // No kernel of this wave before this one writes what this layer remembers. Key of element i: key
+  // + (i / 4) 32 + i % 4.
+  {
+    const float *const from = state_of(slab) + state_at;
 #pragma unroll
-    for (int i = 0; i < kKeys; i++) scale_add(sum, keys[i], state[i]);
-    s.predicted[warp][lane] = sum;
-    const bool more = t + 1 < n;
-    conv += a.conv_stride;
-    gate_at += a.head_stride;
-    const float next_own = more ? conv[own] : 0.0f;
-    __syncthreads();
-    sum = sum_warps(s.predicted, lane);
-    float4 d;
-    d.x = beta * fmaf(-decay, sum.x, v.x), d.y = beta * fmaf(-decay, sum.y, v.y);
-    d.z = beta * fmaf(-decay, sum.z, v.z), d.w = beta * fmaf(-decay, sum.w, v.w);
-    float4 out = {};
-#pragma unroll
-    for (int i = 0; i < kKeys; i++) {
-      const float k = keys[i];
-      state[i].x = fmaf(k, d.x, decay * state[i].x), state[i].y = fmaf(k, d.y, decay * state[i].y);
-      state[i].z = fmaf(k, d.z, decay * state[i].z), state[i].w = fmaf(k, d.w, decay * state[i].w);
-      scale_add(out, queries[i], state[i]);
-      if (i % 4 == 3) asm volatile("" ::: "memory");  // as above
-    }
-    s.out[warp][lane] = out;
-    if (more) s.keys[(t + 1) & 1][threadIdx.x / kDim][threadIdx.x % kDim] = next_own;
-    for (; !a.keep && cut < row.n_cuts && row.cut_offset[cut] == t + 1; cut++)
-      store(row.cut_slab[cut]);
-    __syncthreads();
-    // The warps take turns at the tokens.
-    if (a.core == nullptr || (t & (kWarps - 1)) != warp) continue;
-    out = sum_warps(s.out, lane);
-    const float square =
-        warp_sum((out.x * out.x + out.y * out.y) + (out.z * out.z + out.w * out.w));
-    const int column = first + t, dim = head * kDim + lane * 4;
-    const int64_t at = static_cast<int64_t>(column) * a.core_stride + dim;
-    const float r = 1.0f / sqrtf(square / static_cast<float>(kDim) + a.eps);
-    const float4 gain = *reinterpret_cast<const float4 *>(a.norm + lane * 4);
-    const float4 z = *reinterpret_cast<const float4 *>(a.z + at);
-    const float4 y = make_float4(out.x * r * gain.x * silu(z.x), out.y * r * gain.y * silu(z.y),
-                                 out.z * r * gain.z * silu(z.z), out.w * r * gain.w * silu(z.w));
-    *reinterpret_cast<float4 *>(a.core + at) = out;
-    *reinterpret_cast<float4 *>(a.gated + at) = y;
-    if (a.split.data != nullptr) {
-      split_store(a.split, column, dim, y.x);
-      split_store(a.split, column, dim + 1, y.y);
-      split_store(a.split, column, dim + 2, y.z);
-      split_store(a.split, column, dim + 3, y.w);
+    for (int i = 0; i < kKeys; i++)
+      state[i] = *reinterpret_cast<const float4 *>(from + ((i >> 2) * 32 + (i & 3)) * kDim);
+  }
+  // What a block that comes up when this one ends will read.
+  if (!kReplay && threadIdx.x == 0) {
+    const int next = blockIdx.y * gridDim.x + head + a.together, other = next / gridDim.x;
+    if (other < static_cast<int>(gridDim.y))
+      bulk_ahead(state_of(a.rows[other].slab) + next % gridDim.x * (kDim * kDim),
+                 kDim * kDim * sizeof(float));
+  }
+
+  // Threads 0 to 127 have a key and a value channel, the others one of the queries.
+  const bool is_key = threadIdx.x < kDim;
+  const int own = threadIdx.x & (kDim - 1);
+  const int value_at = (2 * shape.key_heads + head) * kDim;
+  const int channel = ((is_key ? shape.key_heads : 0) + key_head) * kDim + own;
+  float *const history =
+      a.slabs.data + slab * a.slabs.stride + a.slabs.history_offset + layer * a.history_layer;
+  Channel first, second;
+  first.load(a.taps[layer] + channel, history + channel, shape.channels, shape.channels);
+  if (is_key)
+    second.load(a.taps[layer] + value_at + own, history + value_at + own, shape.channels,
+                shape.channels);
+  float *const keep =
+      a.keep + layer * a.keep_layer + static_cast<int64_t>(kept ? first_kept : 0) * a.keep_stride;
+  const float *const in = kReplay ? keep : a.qkv + static_cast<int64_t>(column) * a.qkv_stride;
+  const int in_stride = kReplay ? a.keep_stride : a.qkv_stride;
+  if (!kReplay && threadIdx.x < kDim / 4)
+    copy_async<16>(s.norm + threadIdx.x * 4, a.norm + threadIdx.x * 4, true);
+  wait_before();
+
+#pragma unroll 1
+  for (int cut = 0; cut < n_cuts; cut++) {
+    float *const to = a.slabs.data + row.cut_slab[cut] * a.slabs.stride + a.slabs.history_offset;
+#pragma unroll 1
+    for (int t = 0; t < kHistory; t++) {
+      const int at = row.cut_offset[cut] - kHistory + t;
+      const float *const from =
+          at < 0 ? history + (kHistory + at) * shape.channels : in + at * in_stride;
+      if (leads) to[t * shape.channels + channel] = from[channel];
+      if (is_key) to[t * shape.channels + value_at + own] = from[value_at + own];
     }
   }
-  if (a.keep || row.keep < 0) store(row.slab);
+  unsigned before = 0;
+#pragma unroll 1
+  for (int begin = 0; begin < n; begin += kBatch) {
+    const int m = min(kBatch, n - begin);
+    if (begin > 0) {
+      __syncthreads();
+      first.load(a.taps[layer] + channel, s.windows[0][0] + threadIdx.x, shape.channels, kThreads);
+      if (is_key)
+        second.load(a.taps[layer] + value_at + own, s.windows[1][0] + threadIdx.x, shape.channels,
+                    kThreads);
+    }
+#pragma unroll 1
+    for (int i = threadIdx.x; i < m * 128; i += kThreads) {
+      const int t = i >> 7, input = i >> 5 & 3, at = (i & 31) * 4;
+      const int from = input == kValue ? value_at : (input * shape.key_heads + key_head) * kDim;
+      const float *source = in + (begin + t) * in_stride + from + at;
+      if (!kReplay && input == kGate)
+        source = a.z + static_cast<int64_t>(column + begin + t) * a.value_stride + head * kDim + at;
+      if (!kReplay || input != kGate) copy_async<16>(&s.inputs[input][t][at], source, true);
+    }
+    copy_commit();
+    // The gates, by the last two warps.
+    if (warp >= kWarps - 2 && lane < m) {
+      const bool decays = warp == kWarps - 1;
+      float *const to = keep + (begin + lane) * a.keep_stride + a.qkv_stride +
+                        (decays ? 0 : a.head_stride) + head;
+      float gate;
+      if (kReplay) {
+        gate = *to;
+      } else {
+        const int64_t at = static_cast<int64_t>(column + begin + lane) * a.head_stride + head;
+        float g;
+        gate =
+            decays ? gdn_decay(a.a[at], a.decay_rate[head], a.dt_bias[head], &g) : sigmoid(a.b[at]);
+        if (kept) *to = gate;
+      }
+      (decays ? s.decay : s.beta)[lane] = gate;
+    }
+    copy_wait<0>();
+    __syncthreads();
+#pragma unroll 2
+    for (int t = 0; t < m; t++) {
+      float &x = s.inputs[is_key ? kKey : kQuery][t][own];
+      float &y = s.inputs[is_key ? kValue : kGate][t][own];
+      if (!kReplay && kept) {
+        float *const to = keep + (begin + t) * a.keep_stride;
+        if (leads) to[channel] = x;
+        if (is_key) to[value_at + own] = y;
+      }
+      x = first.next(x);
+      y = is_key ? second.next(y) : silu(y);
+    }
+#pragma unroll
+    for (int t = 0; t < kHistory; t++) {
+      s.windows[0][t][threadIdx.x] = first.window[t + 1];
+      s.windows[1][t][threadIdx.x] = second.window[t + 1];
+    }
+    __syncthreads();
+    // The block has read the history, and used what it read.
+    if (begin == 0 && threadIdx.x == 0 && group > 1 && commits)
+      before = atomicInc(
+          a.arrived + (static_cast<int64_t>(layer) * a.max_rows + blockIdx.y) * shape.key_heads +
+              key_head,
+          group - 1);
+    // Unit queries and keys, one of a token per warp.
+#pragma unroll 1
+    for (int i = warp; i < 2 * m; i += kWarps) {
+      float *const x = s.inputs[i & 1 ? kKey : kQuery][i >> 1] + lane;
+      float y[4], sum[4];
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        y[k] = x[k * 32];
+        sum[k] = y[k] * y[k];
+      }
+#pragma unroll
+      for (int step = 16; step > 0; step /= 2) {
+#pragma unroll
+        for (int k = 0; k < 4; k++) sum[k] += __shfl_xor_sync(kAll, sum[k], step);
+      }
+      const float r = 1.0f / sqrtf((((sum[0] + sum[1]) + sum[2]) + sum[3]) + 1e-6f);
+      const float scale = i & 1 ? 1.0f : 1.0f / sqrtf(static_cast<float>(kDim));
+#pragma unroll
+      for (int k = 0; k < 4; k++) x[k * 32] = y[k] * r * scale;
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int t = 0; t < m; t++) {
+      const float *const keys = s.inputs[kKey][t] + key, *const queries = s.inputs[kQuery][t] + key;
+      float4 sum = {};
+#pragma unroll
+      for (int i = 0; i < kKeys; i += 4) {
+        const float4 k = *reinterpret_cast<const float4 *>(keys + i * 8);
+        scale_add(sum, k.x, state[i]);
+        scale_add(sum, k.y, state[i + 1]);
+        scale_add(sum, k.z, state[i + 2]);
+        scale_add(sum, k.w, state[i + 3]);
+      }
+      sum_keys(sum);
+      const float decay = s.decay[t], beta = s.beta[t];
+      float *const values = s.inputs[kValue][t] + dim;
+      const float4 v = *reinterpret_cast<const float4 *>(values);
+      float4 d, out = {};
+      d.x = beta * fmaf(-decay, sum.x, v.x), d.y = beta * fmaf(-decay, sum.y, v.y);
+      d.z = beta * fmaf(-decay, sum.z, v.z), d.w = beta * fmaf(-decay, sum.w, v.w);
+      const auto update = [&](float4 &at, float k, float q) {
+        at.x = fmaf(k, d.x, decay * at.x), at.y = fmaf(k, d.y, decay * at.y);
+        at.z = fmaf(k, d.z, decay * at.z), at.w = fmaf(k, d.w, decay * at.w);
+        if (!kReplay) scale_add(out, q, at);
+      };
+#pragma unroll
+      for (int i = 0; i < kKeys; i += 4) {
+        const float4 k = *reinterpret_cast<const float4 *>(keys + i * 8);
+        const float4 q = *reinterpret_cast<const float4 *>(queries + i * 8);
+        update(state[i], k.x, q.x);
+        update(state[i + 1], k.y, q.y);
+        update(state[i + 2], k.z, q.z);
+        update(state[i + 3], k.w, q.w);
+        asm volatile("" ::: "memory");  // all loads at once would not fit in registers
+      }
+      if (!kReplay) {
+        sum_keys(out);
+        // Nobody else reads the values of these dims.
+        __syncwarp();
+        if (lane < 4) *reinterpret_cast<float4 *>(values) = out;
+      }
+      // Where the state goes from here: to the slab, to cuts.
+      const bool ends = begin + t + 1 == n && commits;
+#pragma unroll 1
+      for (int cut = ends ? -1 : 0; cut < n_cuts; cut++) {
+        if (cut >= 0 && row.cut_offset[cut] != begin + t + 1) continue;
+        float *const to = state_of(cut < 0 ? slab : row.cut_slab[cut]) + state_at;
+#pragma unroll
+        for (int i = 0; i < kKeys; i++)
+          *reinterpret_cast<float4 *>(to + ((i >> 2) * 32 + (i & 3)) * kDim) = state[i];
+      }
+    }
+    if (begin == 0 && threadIdx.x == 0) s.last = before == group - 1u;
+    __syncthreads();
+#pragma unroll 1
+    for (int t = warp; !kReplay && t < m; t += kWarps) {
+      const int token = column + begin + t, to = head * kDim + lane * 4;
+      const int64_t at = static_cast<int64_t>(token) * a.value_stride + to;
+      const float4 out = *reinterpret_cast<const float4 *>(s.inputs[kValue][t] + lane * 4);
+      const float4 gate = *reinterpret_cast<const float4 *>(s.inputs[kGate][t] + lane * 4);
+      const float4 gain = *reinterpret_cast<const float4 *>(s.norm + lane * 4);
+      const float square =
+          warp_sum((out.x * out.x + out.y * out.y) + (out.z * out.z + out.w * out.w));
+      const float r = 1.0f / sqrtf(square / static_cast<float>(kDim) + a.eps);
+      const float4 y = make_float4(out.x * r * gain.x * gate.x, out.y * r * gain.y * gate.y,
+                                   out.z * r * gain.z * gate.z, out.w * r * gain.w * gate.w);
+      if (a.core != nullptr) *reinterpret_cast<float4 *>(a.core + at) = out;
+      if (a.gated != nullptr) *reinterpret_cast<float4 *>(a.gated + at) = y;
+      if (a.split.data != nullptr) split_store4(a.split, token, to, y);
+    }
+  }
+  if (!commits) return;
+#pragma unroll
+  for (int t = 0; t < kHistory; t++) {
+    if (s.last) history[t * shape.channels + channel] = s.windows[0][t][threadIdx.x];
+    if (is_key) history[t * shape.channels + value_at + own] = s.windows[1][t][threadIdx.x];
+  }
 }
 
 }  // namespace
 
-void gdn_step(Device *device, const ScanArgs &a, int n_rows) {
-  KSL_CHAIN(device, "gdn_step", step_kernel, dim3(n_rows, a.shape.value_heads), kThreads, a);
+bool gdn_step_runs(const GdnShape &shape) {
+  return shape.key_dim == kDim && shape.value_dim == kDim &&
+         shape.value_heads % shape.key_heads == 0;
+}
+
+void gdn_step(Device *device, const StepArgs &a) {
+  KSL_CHAIN(device, "gdn_step", step_kernel<false>, dim3(a.shape.value_heads, a.n_rows), kThreads,
+            a);
+}
+
+void gdn_replay(Device *device, const StepArgs &a, int layers) {
+  KSL_CHAIN(device, "gdn_replay", step_kernel<true>, dim3(a.shape.value_heads, a.n_rows, layers),
+            kThreads, a);
 }
 
 }  // namespace ksl

@@ -1,5 +1,6 @@
 #pragma once
 #include "../attn/attn.cuh"
+#include "../common/raw.cuh"
 
 namespace ksl {
 
@@ -9,7 +10,8 @@ enum : int32_t { kSourceColumn = -1, kSourceZero = -2 };
 
 struct JoinArgs {
   Columns columns;  // source: a slab or draft index, kSourceColumn or kSourceZero
-  const float *embedding, *final;
+  Raw embedding;
+  const float *final;
   int stride, width;
   const float *hidden;  // [source] hidden_stride
   int64_t hidden_stride;
@@ -19,7 +21,7 @@ struct JoinArgs {
   int out_stride;
   Split split;
 };
-// out = [rms(embedding) | rms(hidden before)].
+// out = [rms(embedding of the token) | rms(hidden before)]. width: at most 16384.
 void mtp_join(Device *device, const JoinArgs &a);
 
 }  // namespace ksl

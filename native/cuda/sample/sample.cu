@@ -3,7 +3,7 @@
 // Filters are selections on the order "higher logit, then lower id", made by
 // radix passes over the bits of the logit: top_k by counts, top_p by mass in
 // fixed point, whose sums do not depend on the order of additions. top_k first
-// leaves the few that can be among them: the greatest logits of the threads, k
+// leaves the few that can be among them: the greatest logits of groups of ids, k
 // of them, bound the k-th of all from below.
 #include "../../common/noise.h"
 #include "sample.cuh"
@@ -15,6 +15,23 @@ namespace {
 constexpr int kThreads = 1024;
 constexpr float kNone = -INFINITY;
 constexpr int kListed = 1024;  // most candidates of a list
+
+// A column is scanned in parts, one block each. Of a part, its fours are dealt out to the threads,
+// and neighbouring threads make a group, whose greatest logit is kept.
+constexpr int kParts = 32;
+constexpr int kScanThreads = 256, kGroupThreads = 8;
+constexpr int kPartGroups = kScanThreads / kGroupThreads;
+constexpr int kGroups = kGreatest;
+static_assert(kGroups == kParts * kPartGroups && kGroups == kThreads, "a thread has a group");
+
+struct Part {
+  int first, end;  // fours
+  __device__ Part(int part, int n) {
+    const int fours = (n + 3) / 4, each = (fours + kParts - 1) / kParts;
+    first = part * each;
+    end = min(fours, first + each);
+  }
+};
 
 // Logits by index, of the ids themselves (`ids` is null) or of a list.
 struct Candidates {
@@ -97,26 +114,35 @@ __device__ unsigned long long select(Selection *shared, const Candidates &all, c
       if (w) atomicAdd(&shared->bins[o >> shift & 255u], w);
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
-      unsigned long long sum = before;
-      int digit = 255;
-      // The last bin with any weight is taken if rounding leaves the target unreached.
-      int reached = -1, last = 0;
-      for (; digit >= 0; digit--) {
-        if (!shared->bins[digit]) continue;
-        last = digit;
-        if (static_cast<double>(sum + shared->bins[digit]) >= target) {
-          reached = digit;
-          break;
+    if (threadIdx.x < 32) {
+      // A lane has eight bins; the last one with any weight is taken if rounding leaves the target
+      // unreached.
+      const int lane = threadIdx.x, first = lane * (256 / 32);
+      unsigned long long own = 0;
+#pragma unroll
+      for (int i = 0; i < 256 / 32; i++) own += shared->bins[first + i];
+      unsigned long long sum = own;  // of the bins from this lane's on
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const unsigned long long other = __shfl_down_sync(kAll, sum, step);
+        if (lane + step < 32) sum += other;
+      }
+      const unsigned some = __ballot_sync(kAll, own > 0);
+      const unsigned there =
+          __ballot_sync(kAll, own > 0 && static_cast<double>(before + sum) >= target);
+      if (lane == (there ? 31 - __clz(there) : __ffs(some) - 1)) {
+        sum += before - own;
+        int digit = first + 256 / 32 - 1, last = digit;
+        for (; digit >= first; digit--) {
+          if (!shared->bins[digit]) continue;
+          last = digit;
+          if (static_cast<double>(sum + shared->bins[digit]) >= target) break;
+          sum += shared->bins[digit];
         }
-        sum += shared->bins[digit];
+        if (digit < first) sum -= shared->bins[last];
+        shared->digit = static_cast<unsigned>(last);
+        shared->before = sum;
       }
-      if (reached < 0) {
-        reached = last;
-        sum -= shared->bins[last];
-      }
-      shared->digit = static_cast<unsigned>(reached);
-      shared->before = sum;
     }
     __syncthreads();
     prefix |= shared->digit << shift;
@@ -167,29 +193,48 @@ __device__ int nth_of_order(const Candidates &all, const Cut &from, unsigned ord
   return none;
 }
 
-// Lists the candidates that can be among the best k; false if they are too many. own: this thread's
-// greatest logit.
-__device__ bool list_best(Selection *selection, const Candidates &all, float own, int k,
+// Lists the candidates that can be among the best k; false if they are too many. own: the greatest
+// logit of the group of this thread's number. scored: ids that the groups are made of.
+__device__ bool list_best(Selection *selection, const Candidates &all, int scored, float own, int k,
                           float *logits, int *ids, int *n) {
-  __shared__ int count;
-  // `logits` holds the greatest of each thread first.
+  __shared__ int count, groups;
+  // `logits` holds the greatest of each group first.
   logits[threadIdx.x] = own;
   if (__syncthreads_count(own > kNone) < k) return false;
-  const Candidates greatest = {logits, nullptr, kThreads};
+  const Candidates greatest = {logits, nullptr, kGroups};
   unsigned order;
   select(
-      selection, greatest, {0, kThreads}, static_cast<double>(k), [](float) { return 1ull; },
+      selection, greatest, {0, kGroups}, static_cast<double>(k), [](float) { return 1ull; },
       &order);
-  if (threadIdx.x == 0) count = 0;
+  if (threadIdx.x == 0) count = groups = 0;
   __syncthreads();
-#pragma unroll 4
-  for (int i = threadIdx.x; i < all.n; i += kThreads) {
-    const float v = all.logits[i];
-    if (!(v > kNone) || order_of(v) < order) continue;
-    const int at = atomicAdd(&count, 1);
-    if (at >= kListed) continue;
-    logits[at] = v;
-    ids[at] = i;
+  if (own > kNone && order_of(own) >= order) ids[atomicAdd(&groups, 1)] = threadIdx.x;
+  __syncthreads();
+  // As many threads read a group as made it.
+  constexpr int kAtOnce = kThreads / kGroupThreads;
+  const int here = groups;
+  int mine[kGroups / kAtOnce];
+#pragma unroll
+  for (int i = 0; i < kGroups / kAtOnce; i++) {
+    const int at = i * kAtOnce + threadIdx.x / kGroupThreads;
+    mine[i] = at < here ? ids[at] : -1;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kGroups / kAtOnce; i++) {
+    if (mine[i] < 0) break;
+    const Part part(mine[i] / kPartGroups, scored);
+    for (int f = part.first + mine[i] % kPartGroups * kGroupThreads + threadIdx.x % kGroupThreads;
+         f < part.end; f += kScanThreads) {
+      for (int at = f * 4; at < f * 4 + 4 && at < all.n; at++) {
+        const float v = all.logits[at];
+        if (!(v > kNone) || order_of(v) < order) continue;
+        const int to = atomicAdd(&count, 1);
+        if (to >= kListed) continue;
+        logits[to] = v;
+        ids[to] = at;
+      }
+    }
   }
   __syncthreads();
   *n = count;
@@ -202,13 +247,14 @@ __device__ inline float noise_bound(uint64_t word) {
   return static_cast<float>(k + 1) * 0.6931472f + 1e-3f;
 }
 
-// Penalties and bias, drafts counted as output. Sets bad for a raw logit that cannot be used.
+// Penalties and bias of ids [first, end), drafts counted as output. Sets bad for a raw logit that
+// cannot be used.
 __device__ void adjust(const SlotArrays &slots, const SlotParams &p, const SampleJob &job,
-                       const float *raw, float *logits, bool *bad) {
+                       const float *raw, float *logits, int begin, int end, bool *bad) {
   const int vocab = slots.vocab;
   const int32_t *counts = slots.counts + static_cast<int64_t>(job.slot) * vocab;
   const uint32_t *seen = slots.seen + static_cast<int64_t>(job.slot) * slots.words;
-  for (int i = threadIdx.x; i < vocab; i += kThreads) {
+  for (int i = begin + threadIdx.x; i < end; i += kScanThreads) {
     float v = raw[i];
     *bad |= !(v < INFINITY);
     if (p.use_counts) {
@@ -230,7 +276,8 @@ __device__ void adjust(const SlotArrays &slots, const SlotParams &p, const Sampl
   if (p.n_bias > 0) {
     const int32_t *bias_ids = slots.bias_ids + job.slot * KSL_MAX_BIAS;
     const float *bias = slots.bias + job.slot * KSL_MAX_BIAS;
-    for (int i = threadIdx.x; i < p.n_bias; i += kThreads) {
+    for (int i = threadIdx.x; i < p.n_bias; i += kScanThreads) {
+      if (bias_ids[i] < begin || bias_ids[i] >= end) continue;
       // The first entry of an id adds all of that id in their order.
       bool first = true;
       for (int j = 0; j < i && first; j++) first = bias_ids[j] != bias_ids[i];
@@ -244,64 +291,96 @@ __device__ void adjust(const SlotArrays &slots, const SlotParams &p, const Sampl
   }
 }
 
+__device__ inline bool changes(const SlotParams &p) {
+  return p.use_counts || p.n_bias > 0 || p.has_mask;
+}
+
+// The greatest logits of a part's groups. kLead: the second greatest are wanted too.
+template <bool kLead>
+__global__ void __launch_bounds__(kScanThreads)
+    scan_kernel(SlotArrays slots, const SampleJob *jobs, const float *all_logits, float *adjusted,
+                int64_t stride, Greatest *out) {
+  begin_chained();
+  const int column = blockIdx.y;
+  const SampleJob &job = jobs[column];
+  const SlotParams p = slots.params[job.slot];
+  const int scored = slots.scored, limit = slots.token_limit;
+  const Part part(blockIdx.x, scored);
+  const float *raw = all_logits + column * stride;
+  bool bad = false;
+  float most = kNone, next = kNone;
+  int best = -1;
+  const auto see = [&](float v, int i) {
+    if (i >= limit) return;
+    if (v > most) {
+      next = most;
+      most = v;
+      best = i;
+    } else if (kLead && v > next) {
+      next = v;
+    }
+  };
+  if (!changes(p)) {
+    // Rows are padded to whole fours.
+#pragma unroll 8
+    for (int f = part.first + threadIdx.x; f < part.end; f += kScanThreads) {
+      const float4 four = reinterpret_cast<const float4 *>(raw)[f];
+      const float values[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        if (f * 4 + k >= scored) break;
+        bad |= !(values[k] < INFINITY);
+        see(values[k], f * 4 + k);
+      }
+    }
+  } else {
+    float *changed = adjusted + column * stride;
+    const uint32_t *mask = slots.mask + static_cast<int64_t>(job.slot) * slots.words;
+    adjust(slots, p, job, raw, changed, part.first * 4, min(part.end * 4, scored), &bad);
+    for (int f = part.first + threadIdx.x; f < part.end; f += kScanThreads) {
+      for (int i = f * 4; i < f * 4 + 4 && i < limit && i < scored; i++) {
+        float v = changed[i];
+        if (p.has_mask && !(mask[i >> 5] >> (i & 31) & 1u)) v = changed[i] = kNone;
+        bad |= !(v < INFINITY);
+        see(v, i);
+      }
+    }
+  }
+#pragma unroll
+  for (int step = 1; step < kGroupThreads; step *= 2) {
+    const float other = __shfl_xor_sync(kAll, most, step);
+    const float other_next = kLead ? __shfl_xor_sync(kAll, next, step) : 0.0f;
+    const int other_best = __shfl_xor_sync(kAll, best, step);
+    if (kLead) next = fmaxf(fminf(most, other), fmaxf(next, other_next));
+    if (other > most || (other == most && other_best >= 0 && (best < 0 || other_best < best)))
+      best = other_best;
+    most = fmaxf(most, other);
+  }
+  bad = __syncthreads_or(bad);
+  if (threadIdx.x % kGroupThreads == 0)
+    out[column * kGroups + blockIdx.x * kPartGroups + threadIdx.x / kGroupThreads] = {
+        most, next, bad ? -2 : best};
+}
+
 // kLead: a draft is wanted, -2 where it leads by less than `margin`.
 template <bool kLead>
 __global__ void __launch_bounds__(kThreads)
-    sample_kernel(SlotArrays slots, const SampleJob *jobs, const float *all_logits, float *adjusted,
-                  int64_t stride, float margin, int32_t *ids) {
+    sample_kernel(SlotArrays slots, const SampleJob *jobs, const float *all_logits,
+                  const float *adjusted, int64_t stride, const Greatest *greatest, float margin,
+                  int32_t *ids) {
   begin_chained();
   __shared__ Selection selection;
   __shared__ float scratch[32];
   const SampleJob &job = jobs[blockIdx.x];
   const SlotParams p = slots.params[job.slot];
-  const int vocab = slots.vocab, limit = slots.token_limit;
-  const float *raw = all_logits + blockIdx.x * stride;
-  const float *logits;
-  const uint32_t *mask = slots.mask + static_cast<int64_t>(job.slot) * slots.words;
-
-  bool bad = false;
-  float most = kNone, next = kNone;
-  int best = -1;
-  if (!p.use_counts && p.n_bias == 0 && !p.has_mask) {
-    logits = raw;
-    // Rows are padded to whole float4s.
-#pragma unroll 8
-    for (int i = threadIdx.x * 4; i < vocab; i += kThreads * 4) {
-      const float4 four = *reinterpret_cast<const float4 *>(raw + i);
-      const float values[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-      for (int k = 0; k < 4; k++) {
-        if (i + k >= vocab) break;
-        bad |= !(values[k] < INFINITY);
-        if (values[k] > most && i + k < limit) {
-          next = most;
-          most = values[k];
-          best = i + k;
-        } else if (kLead && values[k] > next && i + k < limit) {
-          next = values[k];
-        }
-      }
-    }
-  } else {
-    float *changed = adjusted + blockIdx.x * stride;
-    adjust(slots, p, job, raw, changed, &bad);
-    for (int i = threadIdx.x; i < limit; i += kThreads) {
-      float v = changed[i];
-      if (p.has_mask && !(mask[i >> 5] >> (i & 31) & 1u)) v = changed[i] = kNone;
-      bad |= !(v < INFINITY);
-      if (v > most) {
-        next = most;
-        most = v;
-        best = i;
-      } else if (kLead && v > next) {
-        next = v;
-      }
-    }
-    logits = changed;
-  }
-  bad = __syncthreads_or(bad);
+  const int limit = slots.token_limit;
+  const float *const logits = (changes(p) ? adjusted : all_logits) + blockIdx.x * stride;
+  const Greatest group = greatest[blockIdx.x * kGroups + threadIdx.x];
+  float most = group.most;
+  int best = group.best;
+  const bool bad = __syncthreads_or(best == -2);
   const float own = most;
-  double top = most, second = next;
+  double top = most, second = group.next;
   best_of_block<kLead>(top, best, second);
   most = static_cast<float>(top);
   if (bad || best < 0) {
@@ -320,7 +399,7 @@ __global__ void __launch_bounds__(kThreads)
   if (p.top_k > 0 && p.top_k < limit) {
     int listed = 0;
     if (p.top_k <= kThreads / 4 &&
-        list_best(&selection, left, own, p.top_k, list_logits, list_ids, &listed))
+        list_best(&selection, left, slots.scored, own, p.top_k, list_logits, list_ids, &listed))
       left = {list_logits, list_ids, listed};
     int mine = 0;
     for (int i = threadIdx.x; i < left.n; i += kThreads) mine += left.logits[i] > kNone;
@@ -403,23 +482,36 @@ __global__ void mark_kernel(uint32_t *seen, int32_t *counts, const int32_t *ids,
 
 }  // namespace
 
+namespace {
+
+template <bool kLead>
+void sample(Device *device, const char *name, const SlotArrays &slots, const SampleJob *jobs, int n,
+            const float *logits, const SampleScratch &scratch, int64_t stride, float margin,
+            int32_t *ids) {
+  KSL_CHAIN(device, name, scan_kernel<kLead>, dim3(kParts, n), kScanThreads, slots, jobs, logits,
+            scratch.adjusted, stride, scratch.greatest);
+  KSL_CHAIN(device, name, sample_kernel<kLead>, n, kThreads, slots, jobs, logits, scratch.adjusted,
+            stride, scratch.greatest, margin, ids);
+}
+
+}  // namespace
+
 void sample_columns(Device *device, const SlotArrays &slots, const SampleJob *jobs, int n,
-                    const float *logits, float *adjusted, int64_t stride, int32_t *ids) {
-  KSL_CHAIN(device, "sample", sample_kernel<false>, n, kThreads, slots, jobs, logits, adjusted,
-            stride, 0.0f, ids);
+                    const float *logits, const SampleScratch &scratch, int64_t stride,
+                    int32_t *ids) {
+  sample<false>(device, "sample", slots, jobs, n, logits, scratch, stride, 0.0f, ids);
 }
 
 void sample_drafts(Device *device, const SlotArrays &slots, const SampleJob *jobs, int n, int vocab,
-                   float margin, const float *logits, float *adjusted, int64_t stride,
+                   float margin, const float *logits, const SampleScratch &scratch, int64_t stride,
                    int32_t *ids) {
   SlotArrays some = slots;
   if (vocab < some.token_limit) some.token_limit = vocab;
+  some.scored = vocab;
   if (margin > 0)
-    KSL_CHAIN(device, "draft", sample_kernel<true>, n, kThreads, some, jobs, logits, adjusted,
-              stride, margin, ids);
+    sample<true>(device, "draft", some, jobs, n, logits, scratch, stride, margin, ids);
   else
-    KSL_CHAIN(device, "draft", sample_kernel<false>, n, kThreads, some, jobs, logits, adjusted,
-              stride, 0.0f, ids);
+    sample<false>(device, "draft", some, jobs, n, logits, scratch, stride, 0.0f, ids);
 }
 
 void mark_ids(Device *device, const SlotArrays &slots, int slot, const int32_t *ids, int n,

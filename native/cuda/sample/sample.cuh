@@ -19,6 +19,7 @@ struct SlotArrays {
   int32_t *bias_ids;   // [slots][KSL_MAX_BIAS]
   float *bias;
   int vocab, words, token_limit;
+  int scored;  // ids that have logits, the first ones
 };
 
 struct SampleJob {
@@ -27,13 +28,26 @@ struct SampleJob {
   int32_t drafts[KSL_MAX_DRAFT];
 };
 
-// ids[i]: the id sampled from row i of logits, -1 for bad logits. adjusted: [n][stride] scratch.
+// The greatest logit of a group of ids and the second greatest one. best: -1 if there is none, -2
+// for bad logits.
+struct Greatest {
+  float most, next;
+  int32_t best;
+};
+constexpr int kGreatest = 1024;  // of a column
+struct SampleScratch {
+  float *adjusted;     // [n][stride]
+  Greatest *greatest;  // [n][kGreatest]
+};
+
+// ids[i]: the id sampled from row i of logits, -1 for bad logits.
 void sample_columns(Device *device, const SlotArrays &slots, const SampleJob *jobs, int n,
-                    const float *logits, float *adjusted, int64_t stride, int32_t *ids);
+                    const float *logits, const SampleScratch &scratch, int64_t stride,
+                    int32_t *ids);
 // The same for a draft head of which only the first `vocab` rows count. ids[i] is -2 where the
 // score of the best id leads that of the second best one by less than `margin`.
 void sample_drafts(Device *device, const SlotArrays &slots, const SampleJob *jobs, int n, int vocab,
-                   float margin, const float *logits, float *adjusted, int64_t stride,
+                   float margin, const float *logits, const SampleScratch &scratch, int64_t stride,
                    int32_t *ids);
 
 // Marks prompt or output ids of a slot. counted: output ids.
