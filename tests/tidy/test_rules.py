@@ -34,6 +34,18 @@ def dotted(node: ast.expr) -> str:
     return ".".join(reversed(parts))
 
 
+def test_no_conflict_is_left_in_the_documents() -> None:
+    for path in [*ROOT.glob("*.md"), *(ROOT / "native").glob("*.md")]:
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"^(<{7} |={7}$|>{7} )", text, re.M), f"{path} holds a merge conflict"
+
+
+def test_every_bench_is_in_the_tree() -> None:
+    tree = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    for path in (ROOT / "bench").glob("*.py"):
+        assert re.search(rf"\b{re.escape(path.name)}\b", tree), f"{path.name} is not in the tree"
+
+
 def test_one_environment_reader() -> None:
     for path, tree in trees():
         for node in ast.walk(tree):
