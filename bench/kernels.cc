@@ -256,17 +256,15 @@ double gemm_seconds(bool integers, int encoding, int rows, int cols, int n) {
   const size_t size = matrix_bytes(encoding, rows, cols);
   const size_t rotate = n < 32 ? (size_t)384 << 20 : size;  // far over any cache
   std::vector<Matrix> copies(std::max<size_t>(1, rotate / size));
+  uint8_t *storage = bytes(copies.size() * size);  // of all, as an engine has it: on huge pages
   uint32_t state = 1;
-  std::vector<uint8_t *> storage;
-  for (Matrix &w : copies) {
-    storage.push_back(bytes(size));
-    matrix_begin(encoding, rows, cols, storage.back(), &w);
-    for (size_t i = 0; i < size; i += 4) {
-      noise(&state);
-      const uint32_t code = state >> 3 & 0x3b3b3b3b;
-      memcpy(storage.back() + i, &code, 4);  // finite in every encoding, as code or as scale
-    }
+  for (size_t i = 0; i < copies.size() * size; i += 4) {
+    noise(&state);
+    const uint32_t code = state >> 3 & 0x3b3b3b3b;
+    memcpy(storage + i, &code, 4);  // finite in every encoding, as code or as scale
   }
+  for (size_t i = 0; i < copies.size(); i++)
+    matrix_begin(encoding, rows, cols, storage + i * size, &copies[i]);
   float *x = floats((size_t)cols * n), *y = floats((size_t)rows * n);
   const size_t stride = quantized_bytes(cols);
   uint8_t *quantized = bytes(stride * n);
@@ -276,7 +274,7 @@ double gemm_seconds(bool integers, int encoding, int rows, int cols, int n) {
     task.w = &copies[(size_t)i % copies.size()];
     pool_run(pool, (rows + kPanel - 1) / kPanel, 1, gemm_task, &task);
   });
-  for (uint8_t *p : storage) alloc_free(p);
+  alloc_free(storage);
   alloc_free(x);
   alloc_free(y);
   alloc_free(quantized);
@@ -324,14 +322,21 @@ double scan_seconds(int heads, int dk, int dv, int n) {
   const auto run = [](void *context, int, int begin, int end) {
     const Task *t = (const Task *)context;
     const int per_head = (t->dv + kScanColumns - 1) / kScanColumns;
-    for (int i = begin; i < end; i++) {
-      const int head = i / per_head, v0 = i % per_head * kScanColumns;
-      const size_t key = (size_t)t->heads * t->dk, value = (size_t)t->heads * t->dv;
-      kernels->delta_scan(
-          t->q + head * t->dk, t->k + head * t->dk, key, t->v + head * t->dv + v0,
-          t->out + head * t->dv + v0, value, value, t->decay + head, t->beta + head,
-          (size_t)t->heads, t->n, t->dk, (size_t)t->dv, std::min((int)kScanColumns, t->dv - v0),
-          t->state + (size_t)head * t->dk * t->dv + v0, true, nullptr, 0, 0, nullptr, nullptr);
+    const size_t key = (size_t)t->heads * t->dk, value = (size_t)t->heads * t->dv;
+    for (int i = begin, taken; i < end; i += taken) {
+      const int head = i / per_head, first = i % per_head, v0 = first * kScanColumns;
+      taken = t->n > 1 ? 1 : std::min(end - i, per_head - first);  // as the engine does
+      const int width = std::min(taken * kScanColumns, t->dv - v0);
+      const float *q = t->q + head * t->dk, *k = t->k + head * t->dk;
+      const size_t at = (size_t)head * t->dv + v0;
+      float *state = t->state + (size_t)head * t->dk * t->dv + v0;
+      if (t->n == 1)
+        kernels->delta_step(q, k, t->v + at, t->out + at, t->decay[head], t->beta[head], t->dk,
+                            (size_t)t->dv, width, state);
+      else
+        kernels->delta_scan(q, k, key, t->v + at, t->out + at, value, value, t->decay + head,
+                            t->beta + head, (size_t)t->heads, t->n, t->dk, (size_t)t->dv, width,
+                            state, true, nullptr, 0, 0, nullptr, nullptr);
     }
   };
   const double seconds =

@@ -76,8 +76,10 @@ class Program:
         trace: TracebackType | None,
     ) -> None:
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait()
+        self._process.stdout.close()
         self._folder.cleanup()
 
 

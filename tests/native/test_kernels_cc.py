@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.kernels import Program
 from tests.native.objects import ROOT, kernel_sources, link
 
 
@@ -33,3 +34,10 @@ def test_an_unknown_table_is_refused(program: Path) -> None:
     done = subprocess.run([program, "sse9"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr == "no table named sse9 here\n"
+
+
+def test_the_bench_program_calls_the_kernels_as_they_are() -> None:
+    with Program(threads=1) as bench:
+        assert bench.ask("name") in ("scalar", "avx2", "avx512")
+        for request in ("gemm int 3 32 128 40", "quantize 64 2", "scan 2 16 16 1"):
+            assert float(bench.ask(request)) > 0
