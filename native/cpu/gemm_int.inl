@@ -7,8 +7,9 @@
 // in ascending order by multiply-add, first within kScaleBlock columns, so a column's bits do not
 // depend on how many columns or rows a call has.
 //
-// Few columns: a panel is expanded in registers and used once. Many columns: two panels are
-// expanded block by block into L1 and used for all columns of a chunk.
+// Few columns: a panel is expanded in registers and used once, for more columns again for each part
+// of them. Many columns: panels are expanded block by block into L1 and used for all columns of a
+// chunk.
 #include "kernels.h"
 
 namespace ksl {
@@ -92,7 +93,7 @@ KSL_INLINE void direct_block(const uint8_t *g, const IntInput &in, int first, in
       for (int j = 0; j < 4; j++)
 #pragma GCC unroll 8
         for (int c = 0; c < C; c++)
-          acc[j % S][c] = i_dot(acc[j % S][c], w[j], in.codes(c) + group * kGroup + 4 * j);
+          acc[j % S][c] = i_dot_once(acc[j % S][c], w[j], in.codes(c) + group * kGroup + 4 * j);
       g += D::kGroupBytes;
     }
 #pragma GCC unroll 8
@@ -129,7 +130,8 @@ KSL_INLINE void direct_groups(const uint8_t *g, const uint8_t *s, const IntInput
       for (int c = 0; c < C; c++) {
         I acc = i_set1(in.group(c, group));
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) acc = i_dot(acc, w[j], in.codes(c) + group * kGroup + 4 * j);
+        for (int j = 0; j < 4; j++)
+          acc = i_dot_once(acc, w[j], in.codes(c) + group * kGroup + 4 * j);
         part[c] = v_fma(v_of_int(acc), group_scale, part[c]);
       }
       g += D::kGroupBytes;
@@ -238,23 +240,29 @@ static void int_tile_groups(const uint8_t *weights, int quads, const float *scal
 #pragma GCC unroll 16
       for (int p = 0; p < P; p++) part[p][c] = v_zero();
     for (; group < end; group++) {
+      I acc[P][C];
 #pragma GCC unroll 16
-      for (int p = 0; p < P; p++) {
-        U w[4];
+      for (int c = 0; c < C; c++)
+#pragma GCC unroll 16
+        for (int p = 0; p < P; p++)
+          acc[p][c] = i_set1(in.group(column + c, block * kBlockGroups + group));
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) w[j] = u_load(weights + ((4 * group + j) * P + p) * 64);
-        const V group_scale = v_load(scales + (group * P + p) * kPanel);
-        I acc[C];
+      for (int j = 0; j < 4; j++) {
+        U w[P];
+#pragma GCC unroll 16
+        for (int p = 0; p < P; p++) w[p] = u_load(weights + ((4 * group + j) * P + p) * 64);
 #pragma GCC unroll 16
         for (int c = 0; c < C; c++)
-          acc[c] = i_set1(in.group(column + c, block * kBlockGroups + group));
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++)
 #pragma GCC unroll 16
-          for (int c = 0; c < C; c++)
-            acc[c] = i_dot(acc[c], w[j], x + c * in.stride + group * kGroup + 4 * j);
+          for (int p = 0; p < P; p++)
+            acc[p][c] = i_dot(acc[p][c], w[p], x + c * in.stride + group * kGroup + 4 * j);
+      }
 #pragma GCC unroll 16
-        for (int c = 0; c < C; c++) part[p][c] = v_fma(v_of_int(acc[c]), group_scale, part[p][c]);
+      for (int p = 0; p < P; p++) {
+        const V group_scale = v_load(scales + (group * P + p) * kPanel);
+#pragma GCC unroll 16
+        for (int c = 0; c < C; c++)
+          part[p][c] = v_fma(v_of_int(acc[p][c]), group_scale, part[p][c]);
       }
     }
 #pragma GCC unroll 16
@@ -281,6 +289,21 @@ struct IntScratch {
   alignas(64) float out[kIntTilePanels * kPanel * kChunkColumns];
 };
 
+// Fetches what the expansion of a block reads.
+template <class D, int P>
+KSL_INLINE void fetch_block(const PanelView &view, int panel, int block) {
+  const int first = block * kBlockGroups;
+  for (int p = 0; p < P; p++) {
+    const uint8_t *g =
+        view.codes + (size_t)(panel + p) * view.code_stride + (size_t)first * D::kGroupBytes;
+    for (int i = 0; i < kBlockGroups * D::kGroupBytes; i += 64) __builtin_prefetch(g + i);
+    if constexpr (D::kGroupScales) {
+      const uint8_t *s = view.scales + (size_t)(panel + p) * view.scale_stride + first * kPanel;
+      for (int i = 0; i < kBlockGroups * kPanel; i += 64) __builtin_prefetch(s + i);
+    }
+  }
+}
+
 template <class D, int P>
 KSL_INLINE void int_block(const Matrix *w, const PanelView &view, const IntInput &in, int panel,
                           int column0, int columns, int block, IntScratch *scratch) {
@@ -302,10 +325,16 @@ KSL_INLINE void int_block(const Matrix *w, const PanelView &view, const IntInput
     }
     scale[p] = block_scale<D>(w, panel + p, block);
   }
+  // The next block comes from memory while this one is used.
+  if (last < view.groups)
+    fetch_block<D, P>(view, panel, block + 1);
+  else
+    fetch_block<D, P>(view, panel + P, 0);
+  constexpr int kMost = D::kGroupScales ? (int)kIntGroupColumns : (int)kIntTileColumns;
   int c = 0;
 #define KSL_TILES(C)                                                                            \
-  for (; (C) <= kIntTileColumns && c + (C) <= columns; c += (C)) {                              \
-    constexpr int kColumns = (C) <= kIntTileColumns ? (C) : 1;                                  \
+  for (; (C) <= kMost && c + (C) <= columns; c += (C)) {                                        \
+    constexpr int kColumns = (C) <= kMost ? (C) : 1;                                            \
     float *out = scratch->out + c * P * kPanel;                                                 \
     if constexpr (D::kGroupScales)                                                              \
       int_tile_groups<P, kColumns>(scratch->weights, quads, scratch->scales, in, column0 + c,   \
@@ -314,7 +343,7 @@ KSL_INLINE void int_block(const Matrix *w, const PanelView &view, const IntInput
       int_tile<P, kColumns>(scratch->weights, quads, in, column0 + c, block, scale, block == 0, \
                             out);                                                               \
   }
-  KSL_TILES(kIntTileColumns)
+  KSL_TILES(kMost)
   KSL_TILES(8)
   KSL_TILES(4)
   KSL_TILES(2)
@@ -344,8 +373,7 @@ KSL_INLINE void int_panels(const Matrix *w, const PanelView &view, const IntInpu
 template <class D>
 static void int_tiled(const Matrix *w, const IntInput &in, int n, int panel0, int panel1, float *y,
                       size_t ys) {
-  // Groups with scales of their own keep their sums in registers: one panel at a time.
-  constexpr int P = D::kGroupScales ? 1 : (int)kIntTilePanels;
+  constexpr int P = D::kGroupScales ? (int)kIntGroupPanels : (int)kIntTilePanels;
   IntScratch scratch;
   const PanelView view = panel_view<D>(w);
   for (int c = 0; c < n; c += kChunkColumns) {
@@ -363,10 +391,8 @@ constexpr int int_direct_width(int columns) {
 }
 
 template <class D>
-static void gemm_int_of(const Matrix *w, const IntInput &in, int n, int r0, int r1, float *y,
-                        size_t ys) {
-  const int p0 = r0 / kPanel, p1 = (r1 + kPanel - 1) / kPanel;
-  if (n > kIntDirectColumns) return int_tiled<D>(w, in, n, p0, p1, y, ys);
+static void int_few(const Matrix *w, const IntInput &in, int n, int p0, int p1, float *y,
+                    size_t ys) {
   switch (n) {
     case 1:
       return int_direct<D, 1>(w, in, p0, p1, y, ys);
@@ -384,6 +410,24 @@ static void gemm_int_of(const Matrix *w, const IntInput &in, int n, int r0, int 
       return int_direct<D, int_direct_width(7)>(w, in, p0, p1, y, ys);
     default:
       return int_direct<D, int_direct_width(8)>(w, in, p0, p1, y, ys);
+  }
+}
+
+template <class D>
+static void gemm_int_of(const Matrix *w, const IntInput &in, int n, int r0, int r1, float *y,
+                        size_t ys) {
+  const int p0 = r0 / kPanel, p1 = (r1 + kPanel - 1) / kPanel;
+  if (n <= kIntDirectColumns) return int_few<D>(w, in, n, p0, p1, y, ys);
+  if (n > kIntPartedColumns) return int_tiled<D>(w, in, n, p0, p1, y, ys);
+  // A panel for a part of the columns after the other: it comes from memory for the first one only.
+  const int parts = (n + kIntDirectColumns - 1) / kIntDirectColumns;
+  for (int panel = p0; panel < p1; panel++) {
+    for (int i = 0; i < parts; i++) {
+      const int c = n * i / parts, end = n * (i + 1) / parts;
+      const uint8_t *x = in.x + c * in.stride;
+      const IntInput part = {x, in.stride, quantized_column((uint8_t *)x, w->cols)};
+      int_few<D>(w, part, end - c, panel, panel + 1, y + c * ys, ys);
+    }
   }
 }
 

@@ -44,9 +44,11 @@ struct QuantizedColumn {
   int32_t *blocks;  // the same: -kOffset times the sum of the codes
   int32_t *groups;  // per kGroup columns
 };
+// An odd number of lines, so that the same block of neighbouring columns lies in different sets of
+// a cache.
 static inline size_t quantized_bytes(int n) {
   const size_t padded = ((size_t)n + kScaleBlock - 1) / kScaleBlock * kScaleBlock;
-  return (padded + 8 * padded / kActBlock + 4 * padded / kGroup + 63) / 64 * 64;
+  return ((padded + 8 * padded / kActBlock + 4 * padded / kGroup + 63) / 64 | 1) * 64;
 }
 static inline QuantizedColumn quantized_column(uint8_t *p, int n) {
   const size_t padded = ((size_t)n + kScaleBlock - 1) / kScaleBlock * kScaleBlock;

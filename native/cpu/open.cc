@@ -14,10 +14,14 @@ namespace ksl {
 // Work below this many multiply-adds is done by the engine thread alone. Test hooks make it 0, so
 // that tests split the stages of small models too.
 static const int64_t kInlineCost = 100000;
+// Slabs, which every decode step reads and writes from end to end, are on huge pages. Below this
+// size the C library may hand out memory that it has used before, and none that is taken only when
+// it is written.
+static const size_t kHugeFrom = static_cast<size_t>(32) << 20;
 
 void *own_bytes(Backend *b, size_t bytes) {
   if (b->n_owned == b->owned_capacity) return nullptr;
-  void *memory = alloc_bytes(b->alloc, bytes);
+  void *memory = bytes < kHugeFrom ? alloc_bytes(b->alloc, bytes) : alloc_huge(b->alloc, bytes);
   if (memory) b->owned[b->n_owned++] = memory;
   return memory;
 }

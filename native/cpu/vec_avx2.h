@@ -29,6 +29,10 @@ constexpr int direct_panels(int columns) {
 enum { kDirectColumns = 4, kTilePanels = 1, kTileColumns = 6 };
 // The same of the integer product, where a direct pass takes one panel.
 enum { kIntDirectColumns = 4, kIntTilePanels = 1, kIntTileColumns = 4 };
+// The most columns of which parts are multiplied in turn, instead of tiles.
+enum { kIntPartedColumns = 4 };
+// Of tiles whose weights have a scale per group, which keep more sums.
+enum { kIntGroupPanels = 1, kIntGroupColumns = 4 };
 // Vectors of value columns that one token's delta rule takes together.
 enum { kStepVectors = 2 };
 // Heads handled together in attention; heads and keys whose scores are computed together.
@@ -173,6 +177,9 @@ KSL_INLINE I i_dot(I acc, U w, const int8_t *x) {
   const __m256i a = _mm256_madd_epi16(_mm256_maddubs_epi16(w.a, v), ones);
   const __m256i b = _mm256_madd_epi16(_mm256_maddubs_epi16(w.b, v), ones);
   return {_mm256_add_epi32(acc.a, a), _mm256_add_epi32(acc.b, b)};
+}
+KSL_INLINE I i_dot_once(I acc, U w, const int8_t *x) {
+  return i_dot(acc, w, x);
 }
 KSL_INLINE V v_of_int(I x) {
   return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)};

@@ -34,6 +34,10 @@ constexpr int direct_panels(int columns) {
 enum { kDirectColumns = 4, kTilePanels = 2, kTileColumns = 12 };
 // The same of the integer product, where a direct pass takes one panel.
 enum { kIntDirectColumns = 8, kIntTilePanels = 2, kIntTileColumns = 6 };
+// The most columns of which parts are multiplied in turn, instead of tiles.
+enum { kIntPartedColumns = 64 };
+// Of tiles whose weights have a scale per group, which keep more sums.
+enum { kIntGroupPanels = 2, kIntGroupColumns = 4 };
 // Vectors of value columns that one token's delta rule takes together.
 enum { kStepVectors = 8 };
 // Heads handled together in attention; heads and keys whose scores are computed together.
@@ -153,6 +157,13 @@ KSL_INLINE I i_dot(I acc, U w, const int8_t *x) {
   int32_t four;
   __builtin_memcpy(&four, x, 4);
   return {(Lanes)_mm512_dpbusd_epi32((__m512i)acc.v, w.v, _mm512_set1_epi32(four))};
+}
+// The same for quads that are used once: straight from memory. In assembly since GCC 12 loads and
+// spills every quad where six columns or so are multiplied.
+KSL_INLINE I i_dot_once(I acc, U w, const int8_t *x) {
+  typedef int32_t Quad __attribute__((may_alias, aligned(1)));
+  __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc.v) : "v"(w.v), "m"(*(const Quad *)x));
+  return acc;
 }
 KSL_INLINE V v_of_int(I a) {
   return {_mm512_cvtepi32_ps((__m512i)a.v)};

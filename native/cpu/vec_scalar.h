@@ -31,6 +31,10 @@ constexpr int direct_panels(int columns) {
 enum { kDirectColumns = 1, kTilePanels = 1, kTileColumns = 2 };
 // The same of the integer product, where a direct pass takes one panel.
 enum { kIntDirectColumns = 1, kIntTilePanels = 1, kIntTileColumns = 2 };
+// The most columns of which parts are multiplied in turn, instead of tiles.
+enum { kIntPartedColumns = 1 };
+// Of tiles whose weights have a scale per group, which keep more sums.
+enum { kIntGroupPanels = 1, kIntGroupColumns = 2 };
 // Vectors of value columns that one token's delta rule takes together.
 enum { kStepVectors = 2 };
 // Heads handled together in attention; heads and keys whose scores are computed together.
@@ -190,6 +194,9 @@ KSL_INLINE I i_dot(I acc, U w, const int8_t *x) {
   I r;
   __builtin_memcpy(&r, sum, sizeof r);
   return i_add(acc, r);
+}
+KSL_INLINE I i_dot_once(I acc, U w, const int8_t *x) {
+  return i_dot(acc, w, x);
 }
 KSL_INLINE V v_of_int(I a) {
   V r;
