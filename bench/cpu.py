@@ -44,6 +44,7 @@ from kslserve.ksl.open import open_model
 BLOCK = 128
 DECODE_SECONDS = 1.5  # of one cell
 PREFILL_SECONDS = 2.0
+PEER_TOKENS = 64  # that the peer makes in one cell
 
 
 def is_projection(tensor: TensorArg) -> bool:
@@ -142,7 +143,7 @@ async def measure(args: argparse.Namespace, report: Report, program: Program) ->
         "model", model=args.model, isa=info.isa, threads=info.threads, numerics=info.numerics,
         bytes_per_token=info.token_bytes, matrix_weights=weights, peak_gop_s=peak / 1e9,
     )  # fmt: skip
-    peer = find_peer(args.peer, info.threads, longest, most)
+    peer = find_peer(args.peer, info.threads, longest + PEER_TOKENS, most)
     runner = Runner(engine)
     wave = Wave(0)
     setup(wave, most, per_slot)
@@ -165,7 +166,9 @@ async def measure(args: argparse.Namespace, report: Report, program: Program) ->
             reads = max(before, program.read_rate(info.token_bytes))
             if n == 1:
                 single[context] = 1 / step
-            theirs = peer.decode(context, 64, n) if peer and context <= args.peer_context else None
+            theirs = None
+            if peer and context <= args.peer_context:
+                theirs = peer.decode(context, PEER_TOKENS, n)
             report.add(
                 f"decode_{n}_at_{context}", tok_s=n / step, wave_ms=step * 1e3,
                 **({"times": n / step / single[context]} if context in single else {}),
@@ -196,7 +199,11 @@ def main() -> None:
     parser.add_argument("--prompts", default="512,4096")
     parser.add_argument("--contexts", default="512,4096,32768")
     parser.add_argument("--columns", type=int, default=512)
-    parser.add_argument("--peer", default="", help="GGUF file of the same shape for llama.cpp")
+    parser.add_argument(
+        "--peer",
+        default="",
+        help="GGUF file of the same shape for llama.cpp, see bench/gguf_peer.py",
+    )
     parser.add_argument("--peer-context", type=int, default=4096, help="deepest cell of the peer")
     parser.add_argument("--save", nargs="?", const="cpu", default=None)
     args = parser.parse_args()

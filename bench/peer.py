@@ -87,6 +87,8 @@ class Xllamacpp:
         }  # fmt: skip
         answer = self._server.handle_completions(body)
         answer = json.loads(answer) if isinstance(answer, str) else answer
+        if "timings" not in answer:
+            raise SystemExit(f"llama.cpp does not answer: {answer}")
         timings: dict[str, Any] = answer["timings"]
         return timings
 
