@@ -495,9 +495,9 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && kFormat != KSL_KV_BF1
   const int last = a.columns.position[w.column] + (w.pair + w.pairs - 1) / group;
   const int keys = last + 1, chunks = (keys + kKeys - 1) / kKeys;
   // Blocks have equal shares of the units that these columns have.
-  const int units = (chunks + a.unit_chunks - 1) / a.unit_chunks, share = blockIdx.x;
-  const int begin = units * share / static_cast<int>(gridDim.x) * a.unit_chunks;
-  const int end = min(chunks, units * (share + 1) / static_cast<int>(gridDim.x) * a.unit_chunks);
+  const int units = (chunks + a.unit_chunks - 1) / a.unit_chunks, blocks = gridDim.x;
+  const int together = (units + blocks - 1) / blocks * a.unit_chunks;
+  const int begin = blockIdx.x * together, end = min(chunks, begin + together);
   if (begin >= end || last < a.kv.first_key) return;
 
   Loader<kFormat, kDim, kTiles> loader(a.kv, w.slot, head, keys, begin);
@@ -648,7 +648,7 @@ bool by_format(Device *device, const TileArgs &a, int columns, bool ask) {
 // The end: spans joined in a fixed order, every fourth one by itself, then the gate. A block is one
 // column and query head, a thread one dim of one of the four parts.
 constexpr int kJoinParts = 4;
-constexpr int kFewSpans = 32;
+constexpr int kFewSpans = 16;
 constexpr int kJoinSpans = 256;  // at one time
 
 // What a column and head has of partial results.
@@ -669,7 +669,7 @@ template <int kUnits>
 __global__ void __launch_bounds__(kMaxHeadDim *kJoinParts)
     join_few(const __grid_constant__ TileArgs a, const __grid_constant__ GateArgs o) {
   constexpr int kOwn = kFewSpans / kJoinParts;
-  __shared__ float2 spans[kFewSpans], units[kFewSpans][kUnits];  // units: factors before and after
+  __shared__ float2 spans[32], units[32][kUnits];  // units: factors before and after
   __shared__ float parts[kJoinParts][kMaxHeadDim], totals[kJoinParts];
   allow_next();
   const int head = blockIdx.y, d = a.kv.head_dim;
@@ -683,15 +683,16 @@ __global__ void __launch_bounds__(kMaxHeadDim *kJoinParts)
     if (part == 0) gate_store(o, p.column, head, i, d, 0, gate);
     return;
   }
-  const float *from = a.partial + p.index * d + i;
+  const float *from = a.partial + (p.index + part * kUnits) * d + i;
   float v[kOwn][kUnits];
 #pragma unroll
   for (int j = 0; j < kOwn; j++) {
 #pragma unroll
     for (int k = 0; k < kUnits; k++) {
-      const int u = (part + j * kJoinParts) * kUnits + k;
-      v[j][k] = u < p.units ? from[static_cast<int64_t>(u) * d] : 0.0f;
+      v[j][k] = (part + j * kJoinParts) * kUnits + k < p.units ? *from : 0.0f;
+      from += d;
     }
+    from += (kJoinParts - 1) * kUnits * d;
   }
   if (threadIdx.x < 32) {
     const int s = threadIdx.x;
@@ -725,6 +726,7 @@ __global__ void __launch_bounds__(kMaxHeadDim *kJoinParts)
     }
     total = fmaf(spans[s].y, spans[s].x, total);
     acc = fmaf(span, spans[s].x, acc);
+    asm volatile("" ::: "memory");  // all factors at once would not fit in registers
   }
   parts[part][i] = acc;
   if (i == 0) totals[part] = total;
