@@ -104,12 +104,19 @@ __device__ inline void consume(const uint8_t *const (&blocks)[kTiles], const uin
   }
 }
 
+// The scales of rows g and g + 8 of a tile: asked for before its products, needed after them.
+__device__ inline float2 row_scales(const StreamArgs &a, int tile, int last, int lane) {
+  if (tile >= last) return make_float2(0, 0);
+  const float *scale = a.scale + tile * 16 + (lane >> 2);
+  return make_float2(__ldg(scale), __ldg(scale + 8));
+}
+
 // Rows g and g + 8 of a tile.
 __device__ inline void write_rows(const StreamArgs &a, int tile, int slice, int token, int g,
-                                  float low, float high) {
+                                  float2 scales, float low, float high) {
   if (token >= a.tokens) return;
-  low = low * a.x_inverse * a.scale[tile * 16 + g];
-  high = high * a.x_inverse * a.scale[tile * 16 + g + 8];
+  low = low * a.x_inverse * scales.x;
+  high = high * a.x_inverse * scales.y;
   if (a.paired) {
     const int row = tile * 8 + g;
     if (row >= a.parts[0].rows) return;
@@ -134,14 +141,15 @@ __device__ inline void write_rows(const StreamArgs &a, int tile, int slice, int 
 
 // What a lane has of eight tokens.
 __device__ inline void write_group(const StreamArgs &a, int tile, int slice, int token, int lane,
-                                   const float (&c)[4]) {
+                                   float2 scales, const float (&c)[4]) {
   token += 2 * (lane & 3);
-  write_rows(a, tile, slice, token, lane >> 2, c[0], c[2]);
-  write_rows(a, tile, slice, token + 1, lane >> 2, c[1], c[3]);
+  write_rows(a, tile, slice, token, lane >> 2, scales, c[0], c[2]);
+  write_rows(a, tile, slice, token + 1, lane >> 2, scales, c[1], c[3]);
 }
 
-__device__ inline int part_begin(int all, int part, int parts) {
-  return static_cast<int>(static_cast<int64_t>(all) * part / parts);
+// In 32 bits: a kernel cannot begin to fetch before it has divided.
+__device__ inline int part_begin(unsigned all, unsigned part, unsigned parts) {
+  return static_cast<int>(all * part / parts);
 }
 
 // What a block has of a matrix.
@@ -180,7 +188,7 @@ __device__ inline void meet(int warps) {
 // Up to kTokens tokens: every warp has a tile, or one of its ways, and fetches for itself, two
 // blocks at a time; the activations of the slice stay in shared memory.
 template <int kEncoding, int kTokens>
-__global__ void __launch_bounds__((kBoundWarps + kMaxPlainWarps) * 32)
+__global__ void __launch_bounds__((kBoundWarps + kMaxPlainWarps) * 32, 1)
     stream_few(const __grid_constant__ StreamArgs a) {
   constexpr int kBytes = Expand<kEncoding>::kBytes, kTwo = 2 * kBytes;
   constexpr int kLanes = kTokens * 4, kPart = kLanes * 16;
@@ -236,6 +244,7 @@ __global__ void __launch_bounds__((kBoundWarps + kMaxPlainWarps) * 32)
   int place = 0, phase = 0;
   for (int set = share.first; set < share.last; set += a.set_tiles) {
     const int tile = set + slot;
+    const float2 scales = row_scales(a, tile, share.last, lane);
     float sum[1][1][4] = {};
     for (int i = 0; i < n && tile < share.last; i += 2) {
       bulk_wait(barriers + place * 8, phase);
@@ -259,7 +268,8 @@ __global__ void __launch_bounds__((kBoundWarps + kMaxPlainWarps) * 32)
       for (int i = 0; i < (a.ways - 1) * 4 && way == 0; i++) sum[0][0][i & 3] += to[i * 32];
       if (set + a.set_tiles < share.last) meet(warps);
     }
-    if (way == 0 && tile < share.last) write_group(a, tile, share.slice, 0, lane, sum[0][0]);
+    if (way == 0 && tile < share.last)
+      write_group(a, tile, share.slice, 0, lane, scales, sum[0][0]);
   }
 }
 
@@ -267,7 +277,7 @@ __global__ void __launch_bounds__((kBoundWarps + kMaxPlainWarps) * 32)
 // a stage has one block of every tile and way. The others have kTiles tiles each, or one of their
 // ways.
 template <int kEncoding, int kTiles, int kGroups>
-__global__ void __launch_bounds__((kBoundWarps / kTiles + kMaxPlainWarps + 1) * 32)
+__global__ void __launch_bounds__((kBoundWarps / kTiles + kMaxPlainWarps + 1) * 32, 1)
     stream_many(const __grid_constant__ StreamArgs a) {
   constexpr int kBytes = Expand<kEncoding>::kBytes, kTokens = 8 * kGroups, kSuperBytes = 4096;
   extern __shared__ __align__(128) uint8_t memory[];
@@ -296,42 +306,47 @@ __global__ void __launch_bounds__((kBoundWarps / kTiles + kMaxPlainWarps + 1) * 
     const int64_t tile_bytes = static_cast<int64_t>(a.supers) * kBytes;
     const int groups = min(kGroups, (a.tokens - token + 7) >> 3);
     const int total = (share.last - share.first + a.set_tiles - 1) / a.set_tiles * steps;
-    const auto fetch = [&](int i, int place, bool with_weights, bool with_tokens) {
-      const int set = share.first + i / steps * a.set_tiles, step = i % steps;
-      const int there = min(a.set_tiles, share.last - set);
+    // Of the way of this lane.
+    const int begins = lane < a.ways ? part_begin(share.range, lane, a.ways) : 0;
+    const int ends = lane < a.ways ? part_begin(share.range, lane + 1, a.ways) : 0;
+    // Walks over sets, and the steps of each.
+    struct Walk {
+      int set, step;
+    };
+    const auto fetch = [&](Walk &at, int place, bool with_weights, bool with_tokens) {
+      const int there = min(a.set_tiles, share.last - at.set);
+      const unsigned full = barriers + place * 16;
       if (with_weights) {
-        int ways = 0;
-        for (int w = 0; w < a.ways; w++)
-          ways +=
-              part_begin(share.range, w, a.ways) + step < part_begin(share.range, w + 1, a.ways);
-        if (lane == 0)
-          bulk_expect(barriers + place * 16, ways * (there * kBytes + groups * kSuperBytes));
+        const int ways = __popc(__ballot_sync(kAll, begins + at.step < ends));
+        if (lane == 0) bulk_expect(full, ways * (there * kBytes + groups * kSuperBytes));
         __syncwarp();
       }
       for (int w = 0; w < a.ways; w++) {
-        const int at = part_begin(share.range, w, a.ways) + step;
-        if (at >= part_begin(share.range, w + 1, a.ways)) continue;
+        const int super = __shfl_sync(kAll, begins, w) + at.step;
+        if (super >= __shfl_sync(kAll, ends, w)) continue;
         const unsigned to = base + place * stage + w * part;
         if (with_weights && lane < there)
-          bulk_load(
-              to + lane * kBytes,
-              a.data + (set + lane) * tile_bytes + static_cast<int64_t>(share.begin + at) * kBytes,
-              kBytes, barriers + place * 16);
+          bulk_load(to + lane * kBytes,
+                    a.data + (at.set + lane) * tile_bytes +
+                        static_cast<int64_t>(share.begin + super) * kBytes,
+                    kBytes, full);
         if (with_tokens && lane < groups)
           bulk_load(to + weights + lane * kSuperBytes,
                     a.x + ((token >> 3) + lane) * a.group_bytes +
-                        static_cast<int64_t>(share.begin + at) * kSuperBytes,
-                    kSuperBytes, barriers + place * 16);
+                        static_cast<int64_t>(share.begin + super) * kSuperBytes,
+                    kSuperBytes, full);
       }
+      if (++at.step == steps) at = {at.set + a.set_tiles, 0};
     };
     const int ready = min(stages, total);
-    for (int i = 0; i < ready; i++) fetch(i, i, true, false);
+    Walk at = {share.first, 0}, tokens_at = at;
+    for (int i = 0; i < ready; i++) fetch(at, i, true, false);
     wait_before();
-    for (int i = 0; i < ready; i++) fetch(i, i, false, true);
+    for (int i = 0; i < ready; i++) fetch(tokens_at, i, false, true);
     int place = 0, phase = 0;
     for (int i = ready; i < total; i++) {
       bulk_wait(barriers + place * 16 + 8, phase);
-      fetch(i, place, true, true);
+      fetch(at, place, true, true);
       if (++place == stages) {
         place = 0;
         phase ^= 1;
@@ -347,6 +362,10 @@ __global__ void __launch_bounds__((kBoundWarps / kTiles + kMaxPlainWarps + 1) * 
   int place = 0, phase = 0;
   for (int set = share.first; set < share.last; set += a.set_tiles) {
     float sum[kTiles][kGroups][4] = {};
+    float2 scales[kTiles];
+#pragma unroll
+    for (int m = 0; m < kTiles; m++)
+      scales[m] = row_scales(a, set + row * kTiles + m, share.last, lane);
     for (int i = 0; i < steps; i++) {
       bulk_wait(barriers + place * 16, phase);
       if (i < n) {
@@ -387,7 +406,7 @@ __global__ void __launch_bounds__((kBoundWarps / kTiles + kMaxPlainWarps + 1) * 
       if (slot >= a.set_tiles || set + slot >= share.last) continue;
 #pragma unroll
       for (int t = 0; t < kGroups; t++)
-        write_group(a, set + slot, share.slice, token + t * 8, lane, sum[m][t]);
+        write_group(a, set + slot, share.slice, token + t * 8, lane, scales[m], sum[m][t]);
     }
   }
 }

@@ -27,8 +27,16 @@ __device__ inline void store8(float *p, const float (&v)[kRun]) {
 // Rows are padded to 16 elements, so whole runs may be read; what lies behind the width stays zero.
 template <int kPasses>
 __global__ void __launch_bounds__(1024) norm_kernel(const __grid_constant__ NormArgs a) {
-  begin_chained();
+  allow_next();
   __shared__ float scratch[32];
+  // No kernel writes it.
+  float gain[kPasses][kRun];
+#pragma unroll
+  for (int pass = 0; pass < kPasses; pass++) {
+    const int i = (pass * blockDim.x + threadIdx.x) * kRun;
+    if (a.gain != nullptr && i < a.width) load8(a.gain + i, gain[pass]);
+  }
+  wait_before();
   const int column = blockIdx.x;
   const int64_t at = static_cast<int64_t>(column) * a.stride;
   float x[kPasses][kRun];
@@ -64,11 +72,10 @@ __global__ void __launch_bounds__(1024) norm_kernel(const __grid_constant__ Norm
   for (int pass = 0; pass < kPasses; pass++) {
     const int i = (pass * blockDim.x + threadIdx.x) * kRun;
     if (i >= a.width) continue;
-    float gain[kRun], (&v)[kRun] = x[pass];
-    load8(a.gain + i, gain);
+    float (&v)[kRun] = x[pass];
 #pragma unroll
     for (int k = 0; k < kRun; k++) {
-      v[k] = zero || i + k >= a.width ? 0.0f : v[k] * r * gain[k];
+      v[k] = zero || i + k >= a.width ? 0.0f : v[k] * r * gain[pass][k];
       most = fmaxf(most, fabsf(v[k]));
     }
     if (a.out != nullptr) store8(a.out + static_cast<int64_t>(column) * a.out_stride + i, v);
