@@ -174,8 +174,9 @@ int make_pools(Backend *b, ksl_error *error) {
 }
 
 Split make_split(Backend *b, int columns, int width, float scale) {
-  Split split = {nullptr, divide_up(width, kSuper) * (kSuper / kPiece), scale, 0,
-                 b->config->activations == KSL_ACT_AUTO && !b->scaled, false, b->scaled};
+  const bool e4m3 = b->config->activations == KSL_ACT_AUTO && !b->scaled && width <= kPanel8Width;
+  Split split = {nullptr,  divide_up(width, kSuper) * (kSuper / kPiece), scale, 0, e4m3, false,
+                 b->scaled};
   const size_t groups = divide_up(columns, kTileTokens);
   // A panel of the same tokens, one of e4m3 behind it, and what a kernel reads behind the last.
   split.data =

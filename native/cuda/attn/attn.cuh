@@ -146,10 +146,7 @@ __device__ inline void gate_store2(const GateArgs &o, int column, int head, int 
     *reinterpret_cast<float2 *>(o.pregate + to) = make_float2(first, second);
   const float2 gated = make_float2(first * sigmoid(gate.x), second * sigmoid(gate.y));
   if (o.gated != nullptr) *reinterpret_cast<float2 *>(o.gated + to) = gated;
-  if (o.split.data != nullptr) {
-    split_store(o.split, column, at, gated.x);
-    split_store(o.split, column, at + 1, gated.y);
-  }
+  if (o.split.data != nullptr) split_store2(o.split, column, at, gated.x, gated.y);
 }
 
 }  // namespace ksl

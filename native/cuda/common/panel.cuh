@@ -19,7 +19,9 @@ struct Panel {
   float scale;    // a power of two that is multiplied in
 };
 
-// The same values as e4m3, 128 input elements in a row: see quantize.cu.
+// The same values as e4m3, 128 input elements in a row: see quantize.cu. At most kPanel8Width of
+// them.
+constexpr int kPanel8Width = 65536;
 struct Panel8 {
   uint8_t *data;  // [pieces of 128][groups][8][128]
   int groups;
@@ -46,6 +48,12 @@ __device__ inline int panel_byte(int token, int k) {
 __device__ inline void panel_store(const Panel &to, int token, int k, float value) {
   *reinterpret_cast<__half *>(panel_row(to, token, k >> 6) + panel_byte(token, k)) =
       panel_half(value * to.scale);
+}
+
+// Elements k and k + 1 of an even k.
+__device__ inline void panel_store2(const Panel &to, int token, int k, float first, float second) {
+  *reinterpret_cast<__half2 *>(panel_row(to, token, k >> 6) + panel_byte(token, k)) =
+      __halves2half2(panel_half(first * to.scale), panel_half(second * to.scale));
 }
 
 // Eight elements from k on, a multiple of 8.

@@ -49,6 +49,15 @@ __device__ inline void split_store(const Split &to, int token, int k, float valu
     split_at(to, token, k & ~7)[k & 7] = __float2half_rn(value * to.scale);
 }
 
+// Elements k and k + 1 of an even k.
+__device__ inline void split_store2(const Split &to, int token, int k, float first, float second) {
+  if (to.groups > 0)
+    panel_store2(panel_of(to), token, k, first, second);
+  else
+    *reinterpret_cast<__half2 *>(split_at(to, token, k & ~7) + (k & 7)) =
+        __floats2half2_rn(first * to.scale, second * to.scale);
+}
+
 // Eight elements from k on, a multiple of 8.
 __device__ inline void split_store8(const Split &to, int token, int k, const float (&values)[8]) {
   if (to.groups > 0) {

@@ -120,10 +120,8 @@ __global__ void __launch_bounds__(kWarps * 32)
       if (a.gated != nullptr)
         *reinterpret_cast<float4 *>(a.gated + static_cast<int64_t>(column) * a.stride + dim) = y;
       if (a.split.data != nullptr) {
-        split_store(a.split, column, dim, y.x);
-        split_store(a.split, column, dim + 1, y.y);
-        split_store(a.split, column, dim + 2, y.z);
-        split_store(a.split, column, dim + 3, y.w);
+        split_store2(a.split, column, dim, y.x, y.y);
+        split_store2(a.split, column, dim + 2, y.z, y.w);
       }
     }
   }

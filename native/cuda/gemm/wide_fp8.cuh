@@ -37,78 +37,79 @@ struct Codes8 {
   }
 };
 
-__device__ inline void turn_take(int group) {
-  asm volatile("bar.sync %0, 256;" ::"r"(2 + group) : "memory");
-}
-__device__ inline void turn_give(int group) {
-  asm volatile("bar.arrive %0, 256;" ::"r"(2 + group) : "memory");
-}
-
+// Of many columns one half is added up after the other, in the same registers.
 template <int kColumns, bool kPair>
 __device__ void wide8_multiply_tiles(const WideArgs &a, uint8_t *memory, unsigned shared, Ring x,
                                      Ring w, unsigned rank) {
   typedef WideShared<KSL_ENC_E2M3, kColumns, 1> Use;
+  constexpr int kSlices = kColumns > 160 ? 2 : 1, kSlice = kColumns / kSlices;
   const int lane = threadIdx.x & 31, slot = (threadIdx.x >> 5) - 4;  // a warp's tile
   const int steps = a.row_steps * a.token_steps, clusters = gridDim.x / kWideCluster;
   const auto block = [&] {
     return memory + Use::kWeightsAt + w.place * Use::kWeights + slot * Use::kBlock;
   };
-  // The groups take turns: one multiplies while the other adds up.
-  const int group = slot >> 2;
-  if (group == 1) turn_give(0);
   wait_before();
   for (int step = blockIdx.x / kWideCluster; step < steps; step += clusters) {
     const int first = (step / a.token_steps * kWideCluster + rank) * kWideTiles;
     const int token = step % a.token_steps * kColumns;
-    float sum[kColumns / 2], part[kColumns / 2];
+    float sum[kColumns / 2], part[kSlice / 2];
 #pragma unroll
     for (int i = 0; i < kColumns / 2; i++) sum[i] = 0;
     unsigned fragments[4][4];
     Codes8 codes[2];
     barrier_wait(w.full(), w.phase);
-    uint2 scales = *reinterpret_cast<const uint2 *>(block() + 3072), next_scales = scales;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      if ((i & 1) == 0) codes[i / 2].load(block(), lane, i / 2);
-      codes[i / 2].fragment(i & 1, fragments[i]);
-    }
+    uint2 scales = *reinterpret_cast<const uint2 *>(block() + 3072);
+    codes[0].load(block(), lane, 0);
+    codes[1].load(block(), lane, 1);
+    codes[0].fragment(0, fragments[0]);
     for (int super = 0; super < a.supers; super++) {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        barrier_wait(x.full(), x.phase);
-        turn_take(group);
-        const uint64_t b = panel_descriptor(shared + x.place * Use::kStage);
-        wgmma_begin();
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-          Wgmma<kColumns>::template run<false>(part, fragments[i], b + 2 * i, i != 0);
-        wgmma_commit();
-        turn_give(group ^ 1);
-        if (half == 1) {
-          __syncwarp();
-          if (lane == 0) barrier_arrive(w.empty(), rank);
-          w.next();
-        }
-        const bool more = half == 0 || super + 1 < a.supers;
-        if (more) {
-          if (half == 1) {
-            barrier_wait(w.full(), w.phase);
-            next_scales = *reinterpret_cast<const uint2 *>(block() + 3072);
-          }
-          codes[0].load(block(), lane, half == 0 ? 2 : 0);
-          codes[1].load(block(), lane, half == 0 ? 3 : 1);
-        }
-        wgmma_wait<0>();
-        if (lane < kWideCluster) barrier_arrive(x.empty(), lane);
-        x.next();
         const __half2 both = *reinterpret_cast<const __half2 *>(half ? &scales.y : &scales.x);
         const float lower = __low2float(both), upper = __high2float(both);
+        barrier_wait(x.full(), x.phase);
 #pragma unroll
-        for (int i = 0; i < kColumns / 2; i++)
-          sum[i] = __fmaf_rn(part[i], i & 2 ? upper : lower, sum[i]);
+        for (int slice = 0; slice < kSlices; slice++) {
+          const uint64_t b =
+              panel_descriptor(shared + x.place * Use::kStage + slice * kSlice * 128);
 #pragma unroll
-        for (int i = 0; i < 4; i++) codes[i / 2].fragment(i & 1, fragments[i]);
-        if (half == 1) scales = next_scales;
+          for (int i = 0; i < 4; i++) {
+            wgmma_begin();
+            Wgmma<kSlice>::template run<false>(part, fragments[i], b + 2 * i, i != 0);
+            wgmma_commit();
+            // The next fragment is made while this product runs; its registers were last read by
+            // products that have ended.
+            if (slice == 0 && i < 3) codes[(i + 1) / 2].fragment((i + 1) & 1, fragments[i + 1]);
+          }
+          const bool last = slice == kSlices - 1;
+          if (last && half == 0) {
+            codes[0].load(block(), lane, 2);
+            codes[1].load(block(), lane, 3);
+          } else if (last) {
+            __syncwarp();
+            if (lane == 0) barrier_arrive(w.empty(), rank);
+            w.next();
+            if (super + 1 < a.supers) {
+              barrier_wait(w.full(), w.phase);
+              scales = *reinterpret_cast<const uint2 *>(block() + 3072);
+              codes[0].load(block(), lane, 0);
+              codes[1].load(block(), lane, 1);
+            }
+          }
+          wgmma_wait<0>();
+#pragma unroll
+          for (int i = 0; i < kSlice / 2; i++) asm volatile("" : "+f"(part[i]));
+          if (last) {
+            if (lane < kWideCluster) barrier_arrive(x.empty(), lane);
+            x.next();
+            codes[0].fragment(0, fragments[0]);
+          }
+#pragma unroll
+          for (int i = 0; i < kSlice / 2; i++) {
+            float &to = sum[slice * (kSlice / 2) + i];
+            to = __fmaf_rn(part[i], i & 2 ? upper : lower, to);
+          }
+        }
       }
     }
 #pragma unroll

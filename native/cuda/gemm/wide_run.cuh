@@ -66,22 +66,25 @@ void launch_fp8_columns(Device *device, const WideArgs &a, int columns) {
       return launch_fp8<kPair, 64>(device, a);
     case 128:
       return launch_fp8<kPair, 128>(device, a);
-    default:
+    case 160:
       return launch_fp8<kPair, 160>(device, a);
+    default:
+      return launch_fp8<kPair, 256>(device, a);
   }
 }
 
-// Rounds of blocks times what one takes, which is a little more than its tokens.
-inline int wide_columns(int tiles, int tokens, int most) {
+// Rounds of blocks times what one takes: its tokens, and as much as `more` of them for its weights.
+inline int wide_columns(int tiles, int tokens, bool e4m3) {
   constexpr int kChoices[] = {256, 192, 160, 128, 64};
+  const int more = e4m3 ? 90 : 16;
   const int clusters = wide_blocks() / kWideCluster;
   const int row_steps = divide_up(tiles, kWideTiles * kWideCluster);
   int best = 0;
   int64_t least = 0;
   for (const int columns : kChoices) {
-    if (columns > most) continue;
+    if (e4m3 && columns == 192) continue;
     const int64_t steps = static_cast<int64_t>(row_steps) * divide_up(tokens, columns);
-    const int64_t cost = divide_up(steps, clusters) * static_cast<int64_t>(columns + 16);
+    const int64_t cost = divide_up(steps, clusters) * static_cast<int64_t>(columns + more);
     if (best != 0 && cost >= least) continue;
     best = columns;
     least = cost;
