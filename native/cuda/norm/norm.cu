@@ -29,13 +29,11 @@ template <int kPasses>
 __global__ void __launch_bounds__(1024) norm_kernel(const __grid_constant__ NormArgs a) {
   allow_next();
   __shared__ float scratch[32];
-  // No kernel writes it.
-  float gain[kPasses][kRun];
-#pragma unroll
-  for (int pass = 0; pass < kPasses; pass++) {
-    const int i = (pass * blockDim.x + threadIdx.x) * kRun;
-    if (a.gain != nullptr && i < a.width) load8(a.gain + i, gain[pass]);
-  }
+  // No kernel writes it, so it is fetched before waiting where registers can hold it.
+  constexpr bool kEarly = kPasses == 1;
+  float gain[kRun];
+  if (kEarly && a.gain != nullptr && threadIdx.x * kRun < a.width)
+    load8(a.gain + threadIdx.x * kRun, gain);
   wait_before();
   const int column = blockIdx.x;
   const int64_t at = static_cast<int64_t>(column) * a.stride;
@@ -73,9 +71,10 @@ __global__ void __launch_bounds__(1024) norm_kernel(const __grid_constant__ Norm
     const int i = (pass * blockDim.x + threadIdx.x) * kRun;
     if (i >= a.width) continue;
     float (&v)[kRun] = x[pass];
+    if (!kEarly) load8(a.gain + i, gain);
 #pragma unroll
     for (int k = 0; k < kRun; k++) {
-      v[k] = zero || i + k >= a.width ? 0.0f : v[k] * r * gain[pass][k];
+      v[k] = zero || i + k >= a.width ? 0.0f : v[k] * r * gain[k];
       most = fmaxf(most, fabsf(v[k]));
     }
     if (a.out != nullptr) store8(a.out + static_cast<int64_t>(column) * a.out_stride + i, v);
