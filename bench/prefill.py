@@ -1,12 +1,13 @@
 """Prompts on the CUDA backend, on a model without data.
 
     python -m bench.prefill [--model synth:27b] [--weights nvfp4,fp6] [--kv q4] [--columns 2048]
-                            [--lengths 512,2048,8192,32768,131072] [--save]
+                            [--lengths 512,2048,8192,32768,131072] [--peer 2048,8192] [--save]
 
 `cold_N`: a prompt of N tokens in waves of `columns`, to its first token. `warm_N`: a turn of 200
 new tokens behind N. `decode_beside_N`: a wave of one decoding row and `columns` - 1 prompt columns
 at N, which is the gap that the row sees. tflops: of the matrix products alone, over all of the
-time; where torch is installed, the ratio is to its largest bf16 product in the same run.
+time; where torch is installed, the ratio is to its largest bf16 product in the same run. `--peer`:
+prompts of these lengths by transformers first, see bench/torch_peer.py; over_peer compares with it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 
 from bench.device import BLOCK
 from bench.report import Report
+from bench.torch_peer import measure
 from kslserve.engine.cuda import load_library
 from kslserve.engine.model import ModelSpec, PoolSizes
 from kslserve.engine.native import NativeEngine
@@ -104,6 +106,8 @@ async def bench(
         figures = {"tok_s": n / cold[n], "ms": cold[n] * 1e3, "tflops": flops / 1e12}
         if peak:
             figures["ratio"] = flops / peak
+        if n in args.theirs:
+            figures["over_peer"] = args.theirs[n] / cold[n]
         report.add(f"{weights}_cold_{n}", **figures)
     for n in lengths:
         warm = statistics.median([await prompts.prompt(n, WARM) for _ in range(5)])
@@ -119,6 +123,7 @@ def main() -> None:
     parser.add_argument("--kv", default="q4")
     parser.add_argument("--columns", type=int, default=2048)
     parser.add_argument("--lengths", default="512,2048,8192,32768,131072")
+    parser.add_argument("--peer", default="")
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
     args.lengths = [int(n) for n in args.lengths.split(",")]
@@ -128,6 +133,11 @@ def main() -> None:
         blocks_per_slot=args.per_slot, wave_columns=args.columns,
     )  # fmt: skip
     report = Report("prefill")
+    args.theirs = {}
+    if args.peer and (found := measure(args.model, args.peer)):
+        args.theirs = {int(n): seconds for n, seconds in found.pop("seconds").items()}
+        speeds = {f"tok_s_{n}": n / seconds for n, seconds in args.theirs.items()}
+        report.add("peer", **found, **speeds)
     for weights in args.weights.split(","):
         with open_model(args.model, weights=weights) as model:
             engine = NativeEngine.open(
