@@ -39,21 +39,23 @@ async def acceptance(
     """prompts: those of `golden_*`; samplings: by name."""
     with open_model(args.model) as model:
         for name, sampling in samplings.items():
-            await _after_prompts(report, model, prompts, f"golden_{name}", sampling, args.tokens)
-        await _over_text(report, model)
+            await _after_prompts(args, report, model, prompts, f"golden_{name}", sampling)
+        await _over_text(args, report, model)
 
 
 async def _after_prompts(
+    args: Namespace,
     report: Report,
     model: ModelFile,
     prompts: list[Ids],
     name: str,
     sampling: SamplingParams,
-    tokens: int,
 ) -> None:
-    per_slot = -(-(max(map(len, prompts)) + tokens + 2) // BLOCK)
+    per_slot = -(-(max(map(len, prompts)) + args.tokens + 2) // BLOCK)
     pools = PoolSizes(1, 1, per_slot, BLOCK, per_slot, 512)
-    engine = NativeEngine.open(model.spec, model.tensors, pools, kv_format="bf16")
+    engine = NativeEngine.open(
+        model.spec, model.tensors, pools, kv_format="bf16", **args.place
+    )  # fmt: skip
     runner = Runner(engine)
     limit, ends = model.spec.token_limit, model.generation.eos_ids
     total, answers = np.zeros(3, int), np.zeros(3, int)  # compared, shared noise, greedy
@@ -64,7 +66,7 @@ async def _after_prompts(
         wave.rows = [Row(RowKind.LAST, 0, 0, 0, len(prompt), prompt, propose=1)]
         row = (await runner.run(wave)).rows[0]
         ended = False
-        for _ in range(tokens):
+        for _ in range(args.tokens):
             draft = row.drafts[0]
             step = Row(RowKind.LAST, 0, 0, row.position, 1, [-1], propose=1)
             done = await runner.run(Wave(0, rows=[step], taps=("mtp_logits",)))
@@ -88,7 +90,7 @@ def _texts() -> dict[str, str]:
     return {path: Path(ROOT, path).read_text() for path in TEXTS}
 
 
-async def _over_text(report: Report, model: ModelFile) -> None:
+async def _over_text(args: Namespace, report: Report, model: ModelFile) -> None:
     assert model.tokenizer_json is not None
     tokenizer = Tokenizer(model.tokenizer_json, model.generation.eos_ids)
     limit = model.spec.token_limit
@@ -96,7 +98,9 @@ async def _over_text(report: Report, model: ModelFile) -> None:
         ids = np.array(tokenizer.encode(text), np.int32)
         blocks = -(-len(ids) // BLOCK)
         pools = PoolSizes(1, 1, blocks, BLOCK, blocks, CHUNK)
-        engine = NativeEngine.open(model.spec, model.tensors, pools, kv_format="bf16")
+        engine = NativeEngine.open(
+            model.spec, model.tensors, pools, kv_format="bf16", **args.place
+        )  # fmt: skip
         runner = Runner(engine)
         wave = Wave(0)
         setup(wave, 1, blocks)

@@ -1,8 +1,9 @@
 """What speculation gains: tokens per second against plain decode, with the scheduler that serves.
 
     python -m bench.speculation [--kinds code,chat,random] [--streams 1,2,4,8] [--pairs 21]
-                                [--tokens 192] [--batches 8] [--speculation auto] [--save]
-    python -m bench.speculation --acceptance [--tokens 192] [--save]
+                                [--tokens 192] [--batches 8] [--speculation auto] [--backend cpu]
+                                [--save]
+    python -m bench.speculation --acceptance [--tokens 192] [--backend cpu] [--save]
     python -m bench.speculation --device [--model synth:27b] [--weights nvfp4] [--context 2048]
                                 [--streams 1,2,4,8] [--backend cuda] [--save]
 
@@ -35,6 +36,7 @@ from bench.pace import Server, Tally, Turn, Turns
 from bench.report import Report
 from bench.verify import device
 from kslserve.core.sampling import SamplingParams
+from kslserve.engine.cuda import load_library
 from kslserve.engine.model import PoolSizes
 from kslserve.engine.native import NativeEngine
 from kslserve.engine.types import Ids
@@ -160,6 +162,7 @@ async def matrix(args: argparse.Namespace, report: Report) -> None:
             model.spec, model.tensors,
             PoolSizes(most, most, most * per_slot, BLOCK, per_slot, 512),
             kv_format="bf16", threads=args.threads, nice=args.nice, draft_margin=args.margin,
+            **args.place,
         )  # fmt: skip
     turns = Turns(engine)
     plain = Server(Turn(turns), per_slot * BLOCK, None)
@@ -191,7 +194,7 @@ def main() -> None:
     parser.add_argument("--nice", type=int, default=10)
     parser.add_argument("--acceptance", action="store_true")
     parser.add_argument("--device", action="store_true")
-    parser.add_argument("--backend", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--backend", choices=("cuda", "cpu"))
     parser.add_argument("--weights", default="auto")
     parser.add_argument("--kv", default="q4")
     parser.add_argument("--context", type=int, default=2048)
@@ -204,6 +207,10 @@ def main() -> None:
         name, work = "speculation_acceptance", golden_acceptance
     elif args.device:
         name, work = "speculation_device", device
+    args.backend = args.backend or ("cuda" if work is device else "cpu")
+    args.place = {"library": load_library()} if args.backend == "cuda" else {}
+    if args.place and work is not device:
+        name += "_cuda"
     report = Report(name)
     asyncio.run(work(args, report))
     report.write(args.save)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from typing import Any
 
 import numpy as np
 
@@ -26,21 +25,15 @@ class Synthetic:
     """An engine whose rows verify drafts that nobody knows to be right."""
 
     def __init__(self, args: argparse.Namespace, streams: int) -> None:
-        library = None
-        if args.backend == "cuda":
-            from kslserve.engine.cuda import load_library
-
-            library = load_library()
         self.context, self.tokens = args.context, args.tokens
         self.per_slot = -(-(args.context + args.tokens + 64) // BLOCK)
         pools = PoolSizes(
             streams, streams, streams * self.per_slot, BLOCK, self.per_slot, max(512, 17 * streams)
         )
         with open_model(args.model, weights=args.weights) as model:
-            more: dict[str, Any] = {} if library is None else {"library": library}
             self.engine = NativeEngine.open(
                 model.spec, model.tensors, pools, kv_format=args.kv, threads=args.threads,
-                test_hooks=True, **more,
+                test_hooks=True, **args.place,
             )  # fmt: skip
             self.vocab = model.spec.token_limit
 
