@@ -18,7 +18,8 @@ from tests.tiny import tiny_arrays, tiny_tensors, tiny_values
 
 pytestmark = pytest.mark.cuda
 
-# A half carries 11 bits, so a product has a relative error of about 2e-4; errors grow over layers.
+# A half carries 11 bits, so a product has a relative error of about 2e-4; errors grow over layers,
+# to LAYERS_TOLERANCE at most.
 TOLERANCE = 1e-2
 
 
@@ -46,11 +47,15 @@ def test_every_tap(opened: Opener, shape: str, policy: str) -> None:
         found.append(taps)
     far = {name: distance(found[0][name], found[1][name]) for name in found[1]}
     print(shape, policy, "worst", max(far.items(), key=lambda item: item[1]))
-    # Prompt rows of these heads also have the delta rule in chunks.
-    tolerance = LAYERS_TOLERANCE if shape == "27b-heads" else TOLERANCE
-    if policy == "bf16" and shape != "27b-heads":
-        tolerance = 1e-4
-    bad = [(name, value) for name, value in far.items() if not value <= tolerance][:5]
+
+    def limit(name: str) -> float:
+        if shape == "27b-heads":  # prompt rows of these heads also have the delta rule in chunks
+            return LAYERS_TOLERANCE
+        if policy == "bf16":
+            return 1e-4
+        return TOLERANCE if name[2:].startswith("layers.0.") else LAYERS_TOLERANCE
+
+    bad = [(name, value) for name, value in far.items() if not value <= limit(name)][:5]
     assert not bad, f"seed {seed}, cut {cut}: {bad}"
 
 
