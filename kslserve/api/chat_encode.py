@@ -149,7 +149,7 @@ class ChatEncoder:
 
     def text(self, text: str) -> bytes:
         """`encode` of one TextDelta."""
-        return b"%b%b%b" % (self._content, orjson.dumps(text), _NO_FINISH)
+        return b"".join((self._content, orjson.dumps(text), _NO_FINISH))
 
     def _frame(self, event: Event) -> bytes:
         match event:

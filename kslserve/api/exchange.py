@@ -10,7 +10,6 @@ import asyncio
 import time
 import traceback
 from collections.abc import Callable
-from functools import partial
 
 from kslserve import log
 from kslserve.api.dialect import (
@@ -73,6 +72,7 @@ class Exchange:
         self._generation: Running | None = None
         self._terminal: asyncio.Future[Finished | Failed]
         self._encoder: Encoder | None = None
+        self._encode_text: Callable[[str], bytes]  # of an encoder that has it
         self._collector: Collector | None = None
         self._heartbeat: Heartbeat | None = None
         self._pending: list[Event] = []  # of a paused reader
@@ -120,7 +120,8 @@ class Exchange:
             new_call_id = self._dialect.new_call_id
             generation = await service.start(parsed.request, on_events, new_call_id)
             if isinstance(answer, TextEncoder):
-                generation.on_text = partial(self._deliver_text, answer.text)
+                self._encode_text = answer.text
+                generation.on_text = self._deliver_text
         else:
             generation = await parsed.start(service, on_events)
         self._generation = generation
@@ -141,14 +142,14 @@ class Exchange:
         except Exception as error:
             self._broken(error)
 
-    def _deliver_text(self, encode: Callable[[str], bytes], text: str) -> None:
-        """`_deliver` of one TextDelta. encode: of the encoder."""
+    def _deliver_text(self, text: str) -> None:
+        """`_deliver` of one TextDelta."""
         reply = self._reply
         if reply.paused or not reply.started:
             self._deliver([TextDelta(text)])
             return
         try:
-            reply.write(encode(text))
+            reply.write(self._encode_text(text))
         except Exception as error:
             self._broken(error)
         else:

@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kslserve.engine.fakestate import FakeState, HashModel, TokenModel
+from kslserve.engine.fakemodel import HashModel, TokenModel
+from kslserve.engine.fakestate import FakeState
 from kslserve.engine.model import PoolSizes
 from kslserve.engine.types import Done, EngineInfo, Progress, Wave
 from kslserve.errors import EngineError, EnginePoisoned
@@ -162,12 +163,14 @@ class FakeEngine:
         # the wave after this call.
         fatal = wave.id in self.faults.fatal
         self._doomed = self._doomed or fatal  # waves behind a fatal one never run
-        rows = [] if self._doomed else self.state.run(wave)
+        rows, sampled = ([], None) if self._doomed else self.state.run(wave)
         now = self._now()
         start = max(now, self._busy_until)
         end = start + self._duration(wave)
         self._busy_until = end
-        done = Done(wave.id, rows, int(now * 1e9), int(start * 1e9), int(end * 1e9))
+        done = Done(
+            wave.id, rows, int(now * 1e9), int(start * 1e9), int(end * 1e9), sampled=sampled
+        )
         if fatal:
             done.error = f"Wave {wave.id} failed by a fault hook."
         self._waiting.append(done)

@@ -1,4 +1,4 @@
-"""Waves into C structs and done records back, in buffers that are made once and reused.
+"""Waves into C structs, in buffers that are made once and reused.
 
 The layouts are those of native/include/ksl.h in native byte order and alignment; `check_sizes`
 compares them with the library. The library copies what a wave holds during submit; the buffers that
@@ -22,7 +22,6 @@ from kslserve.engine.types import (
     Draft,
     OpKind,
     Row,
-    RowDone,
     RowKind,
     SlotConfig,
     StateOp,
@@ -36,8 +35,10 @@ IDS = struct.Struct("@16i")
 ROW = struct.Struct("@18iP")
 PLAIN_ROW = struct.Struct("@10i40x")  # no cuts, no log-probabilities
 OP = struct.Struct("@4iP")
+START, START_AT = struct.Struct("@i"), 16  # of a row, and where it is
 EDIT = struct.Struct("@4i")
 WAVE = struct.Struct("@Q8i7P")
+WAVE_ID = struct.Struct("@Q")
 LAYOUTS = {
     "ksl_done": DONE,
     "ksl_row": ROW,
@@ -97,13 +98,22 @@ class WavePacker:
         self._tokens = IdBuffer(columns + rows)
         self._blocks = IdBuffer(64)
         self._wave = StructBuffer(ffi, WAVE.size, 1)
+        self._standing: Sequence[Row] | None = None  # rows of one plain column each, as packed
+        self._nothing = Pending()  # of all waves that need nothing
         self._pointer = ffi.cast("ksl_wave *", self._wave.address)
 
     def pack(self, wave: Wave) -> tuple[Any, Pending, list[Any]]:
         """(ksl_wave pointer, what to keep until the wave ends, what to keep during submit).
         EngineError for values that no struct can hold."""
+        if (
+            wave.same_rows
+            and wave.rows is self._standing
+            and not (wave.before or wave.after or wave.edits or wave.taps)
+        ):
+            return self._move(wave), self._nothing, []
         pending = Pending()
         keep: list[Any] = []
+        self._standing = None
         try:
             tokens = self._pack_rows(wave.rows, pending)
             self._pack_ops(self._before, wave.before, pending, keep)
@@ -119,7 +129,23 @@ class WavePacker:
             )  # fmt: skip
         except (struct.error, OverflowError, TypeError, ValueError) as error:
             raise EngineError(f"Invalid wave: {error}.") from error
+        one_each = tokens == len(wave.rows) and not pending.logprobs
+        if one_each and not (wave.before or wave.after or wave.edits or wave.taps):
+            self._standing = wave.rows
         return self._pointer, pending, keep
+
+    def _move(self, wave: Wave) -> Any:
+        """`pack` of the rows that the structs hold, a token each, with other starts and tokens."""
+        rows, tokens = self._rows.memory, self._tokens.view
+        try:
+            for at, row in enumerate(wave.rows):
+                (tokens[at],) = row.tokens
+                START.pack_into(rows, at * ROW.size + START_AT, row.start)
+            WAVE_ID.pack_into(self._wave.memory, 0, wave.id)
+        except (struct.error, OverflowError, TypeError, ValueError) as error:
+            self._standing = None
+            raise EngineError(f"Invalid wave: {error}.") from error
+        return self._pointer
 
     def _pack_rows(self, rows: Sequence[Row], pending: Pending) -> int:
         """Rows and their tokens; the number of tokens."""
@@ -259,29 +285,6 @@ class WavePacker:
             pending.taps.append((name, data))
         pending.tap_structs = structs
         return int(ffi.cast("uintptr_t", structs))
-
-
-def unpack_row(record: tuple[Any, ...], lib: Any) -> RowDone:
-    """One done record, a tuple of DONE, as a RowDone."""
-    n, flags = record[8], record[4]
-    tokens = record[9:10] if n == 1 else (record[9], *IDS.unpack(record[10]))[:n]
-    done = RowDone(record[2], tokens, record[5], record[6])
-    if record[7]:
-        done.drafts = IDS.unpack(record[11])[: record[7]]
-    if flags:
-        done.stop = bool(flags & lib.KSL_DONE_STOP)
-        done.latched = bool(flags & lib.KSL_DONE_LATCHED)
-        done.bad_logits = bool(flags & lib.KSL_DONE_BAD_LOGITS)
-        done.bad_draft = bool(flags & lib.KSL_DONE_BAD_DRAFT)
-    return done
-
-
-def unpack_logprobs(rows: list[RowDone], pending: Pending) -> None:
-    """Add the log-probabilities to the rows of a wave that asked for them."""
-    for index, (entries, all_filled) in pending.logprobs.items():
-        row = rows[index]
-        # A VERIFY row has room for every draft, but entries only for what was sampled.
-        row.logprobs = (entries if all_filled else entries[: len(row.tokens)]).tolist()
 
 
 def _check_length(row: Row, n: int) -> None:

@@ -13,17 +13,11 @@ from typing import Any
 
 from _kslserve import ffi, lib
 
-from kslserve.engine.marshal import (
-    DONE,
-    Pending,
-    WavePacker,
-    check_sizes,
-    unpack_logprobs,
-    unpack_row,
-)
+from kslserve.engine.marshal import Pending, WavePacker, check_sizes
 from kslserve.engine.model import LAYER_KINDS, ModelSpec, PoolSizes, TensorArg
+from kslserve.engine.records import DoneReader
 from kslserve.engine.tensors import TensorTable
-from kslserve.engine.types import Done, EngineInfo, Progress, RowDone, Wave
+from kslserve.engine.types import Done, EngineInfo, Progress, Wave
 from kslserve.errors import EngineError, EnginePoisoned, ModelFileError
 
 check_sizes(ffi, lib)
@@ -45,7 +39,6 @@ ISAS = {
     "avx512": lib.KSL_ISA_AVX512,
 }
 CPU_LIBRARY = lib
-WAVE_END = lib.KSL_DONE_WAVE_END
 PHASES = ("idle", "running", "closed", "poisoned")
 
 
@@ -71,15 +64,11 @@ class NativeEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_done: Callable[[Done], None] | None = None
         self._pending: dict[int, Pending] = {}  # by wave id, in order of submission
-        self._rows: list[RowDone] = []  # of the wave that is being read
         self._info = _info(library, handle, pools, kv_format)
         self._final: Progress | None = None
         self._error = ffi.new("ksl_error *")
-        # All records of a full ring at once.
-        self._capacity = pools.ring_depth * (pools.slots + 1)
-        self._records = bytearray(self._capacity * DONE.size)
-        self._view = memoryview(self._records)
-        self._records_pointer = ffi.cast("ksl_done *", ffi.from_buffer(self._records))
+        self._reader = DoneReader(lib, pools.ring_depth * (pools.slots + 1))
+        self._records = ffi.from_buffer("ksl_done *", self._reader.memory)
         self._packer = WavePacker(
             ffi, spec.vocab, _tap_width(spec), pools.slots, pools.wave_columns
         )
@@ -180,25 +169,14 @@ class NativeEngine:
 
     def _drain(self) -> None:
         """The descriptor is readable: read what waits and report the waves that ended."""
-        n = self._lib.ksl_poll(self._handle, self._records_pointer, self._capacity)
+        n = self._lib.ksl_poll(self._handle, self._records, self._reader.capacity)
         on_done = self._on_done
         assert on_done is not None
-        ended: list[Done] = []
         # Everything is read before anything is reported: a callback may submit, or close.
-        for record in DONE.iter_unpack(self._view[: n * DONE.size]):
-            if not record[4] & WAVE_END:
-                self._rows.append(unpack_row(record, lib))
-                continue
-            rows, self._rows = self._rows, []
-            pending = self._pending.pop(record[0])
-            done = Done(record[0], rows, *record[13:17])
-            if record[3] != lib.KSL_OK:
+        ended = self._reader.read(n, self._pending)
+        for done in ended:
+            if done.error is not None:
                 done.error = self._fatal_text()
-            else:
-                unpack_logprobs(rows, pending)
-                for (name, data), tap in zip(pending.taps, pending.tap_structs or (), strict=True):
-                    done.taps[name] = data[: tap.written]
-            ended.append(done)
         for done in ended:
             on_done(done)
 

@@ -35,7 +35,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kslserve.engine.fake import FakeEngine
-from kslserve.engine.fakestate import HashModel, Slot, Timeline
+from kslserve.engine.fakemodel import HashModel, Slot, Timeline
 from kslserve.engine.model import PoolSizes
 from kslserve.engine.types import RowKind, Wave
 from kslserve.errors import UsageError

@@ -100,7 +100,9 @@ class Row:
 
 @dataclass(slots=True)
 class Wave:
-    """One submitted batch. id: increasing from 1. taps: names to copy out (Done.taps)."""
+    """One submitted batch. id: increasing from 1. taps: names to copy out (Done.taps). same_rows:
+    `rows` is the list of the wave before, and of its rows only `start` and the ids in `tokens`
+    changed; a hint that saves an engine time."""
 
     id: int
     rows: list[Row] = field(default_factory=list)
@@ -108,6 +110,7 @@ class Wave:
     after: list[StateOp] = field(default_factory=list)
     edits: list[TableEdit] = field(default_factory=list)
     taps: tuple[str, ...] = ()
+    same_rows: bool = False
 
 
 @dataclass(slots=True)
@@ -127,19 +130,44 @@ class RowDone:
     logprobs: list[list[tuple[int, float]]] | None = None
 
 
-@dataclass(slots=True)
 class Done:
-    """Result of one wave, rows in row order. error: text of a fatal failure (rows is then empty).
-    Times are CLOCK_MONOTONIC nanoseconds; drafts_ns: of ended - started, what MTP drafting took."""
+    """Result of one wave. rows: in row order; made when first asked for where they are given as a
+    function. sampled: a short form of rows that each sampled one token and of which there is
+    nothing else to tell, these tokens in row order; or None. error: text of a fatal failure (rows
+    is then empty). Times are CLOCK_MONOTONIC nanoseconds; drafts_ns: of ended - started, what MTP
+    drafting took."""
 
-    wave: int
-    rows: list[RowDone]
-    queued_ns: int = 0
-    started_ns: int = 0
-    ended_ns: int = 0
-    drafts_ns: int = 0
-    error: str | None = None
-    taps: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
+    __slots__ = (
+        "_rows", "drafts_ns", "ended_ns", "error", "queued_ns", "sampled", "started_ns", "taps",
+        "wave",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        wave: int,
+        rows: list[RowDone] | Callable[[], list[RowDone]],
+        queued_ns: int = 0,
+        started_ns: int = 0,
+        ended_ns: int = 0,
+        drafts_ns: int = 0,
+        sampled: list[int] | None = None,
+    ) -> None:
+        self.wave = wave
+        self._rows = rows
+        self.queued_ns = queued_ns
+        self.started_ns = started_ns
+        self.ended_ns = ended_ns
+        self.drafts_ns = drafts_ns
+        self.sampled = sampled
+        self.error: str | None = None
+        self.taps: dict[str, npt.NDArray[np.float32]] = {}
+
+    @property
+    def rows(self) -> list[RowDone]:
+        rows = self._rows
+        if not isinstance(rows, list):
+            rows = self._rows = rows()
+        return rows
 
 
 @dataclass(frozen=True, slots=True)

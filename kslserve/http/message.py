@@ -106,13 +106,14 @@ class Reply:
     """
 
     __slots__ = (
-        "_chunked", "_close_callbacks", "_drain_callbacks", "_outlet", "_pending", "closed",
-        "head_only", "keep_alive", "lost", "paused", "request", "request_id", "started",
-        "status", "streaming",
+        "_chunked", "_close_callbacks", "_drain_callbacks", "_open", "_outlet", "_pending",
+        "_send", "closed", "head_only", "keep_alive", "lost", "paused", "request", "request_id",
+        "started", "status", "streaming",
     )  # fmt: skip
 
     def __init__(self, outlet: Outlet, request: Request | None, request_id: str) -> None:
         self._outlet = outlet
+        self._send = outlet.send_bytes
         self.paused = outlet.paused
         self.request = request
         self.request_id = request_id
@@ -120,6 +121,7 @@ class Reply:
         self._chunked = request is None or request.version != "1.0"
         self.started = False
         self.streaming = False
+        self._open = False  # parts of a stream can be written
         self.closed = False
         self.lost = False
         self.keep_alive = False  # decided with the head
@@ -144,7 +146,7 @@ class Reply:
             own = [("content-type", content_type), ("content-length", str(len(body)))]
         self.keep_alive = self._outlet.keeps_alive(self)
         data = self._head(status, own, headers)
-        self._outlet.send_bytes(data + body if has_body and not self.head_only else data)
+        self._send(data + body if has_body and not self.head_only else data)
         self._complete()
 
     def respond(self, response: Response) -> None:
@@ -175,21 +177,19 @@ class Reply:
             own.append(("transfer-encoding", "chunked"))
         data = self._head(200, own, headers)
         self.streaming = True
-        self._outlet.send_bytes(data)
+        self._open = not self.head_only
+        self._send(data)
 
     def write(self, data: bytes) -> None:
         """A part of the stream, sent at once; while the reader is behind it is kept and merged with
         the next ones. The caller bounds how much that can become (see `paused` and `on_drain`)."""
-        if self.closed or not data:
-            return
-        if not self.streaming:
-            raise RuntimeError("no stream was started")
-        if self.head_only:
-            return
-        if self.paused:
+        if not self._open:
+            if data and not (self.closed or self.streaming):
+                raise RuntimeError("no stream was started")
+        elif self.paused:
             self._pending += data
-        else:
-            self._outlet.send_bytes(self._framed(data))
+        elif data:
+            self._send(self._framed(data))
 
     def finish(self, last: bytes = b"") -> None:
         """End the stream, after a last part."""
@@ -203,7 +203,7 @@ class Reply:
             if self._chunked:
                 tail += LAST_CHUNK
             if tail:
-                self._outlet.send_bytes(tail)
+                self._send(tail)
         self._complete()
 
     def abort(self) -> None:
@@ -212,7 +212,7 @@ class Reply:
         if self.closed:
             return
         if self._pending:
-            self._outlet.send_bytes(self._framed(bytes(self._pending)))
+            self._send(self._framed(bytes(self._pending)))
         self._drop()
         self._outlet.reply_aborted(self)
 
@@ -246,7 +246,7 @@ class Reply:
         if self._pending:
             data = bytes(self._pending)
             self._pending.clear()
-            self._outlet.send_bytes(self._framed(data))
+            self._send(self._framed(data))
         return [] if self.paused else list(self._drain_callbacks)
 
     def _framed(self, data: bytes) -> bytes:
@@ -254,7 +254,7 @@ class Reply:
             return data
         size = len(data)
         head = _CHUNK_HEADS[size] if size < len(_CHUNK_HEADS) else b"%x\r\n" % size
-        return b"".join((head, data, b"\r\n"))
+        return b"%b%b\r\n" % (head, data)
 
     def _head(self, status: int, own: list[Header], headers: Iterable[Header]) -> bytes:
         if self.started:
@@ -278,6 +278,7 @@ class Reply:
 
     def _drop(self) -> None:
         self.closed = True
+        self._open = False
         self._pending = bytearray()
         self._close_callbacks = []
         self._drain_callbacks = []

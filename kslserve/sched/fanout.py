@@ -4,15 +4,16 @@ submit."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 
 from kslserve import log
 from kslserve.core.usage import FinishReason
-from kslserve.engine.types import RowDone
 from kslserve.errors import KslError
 from kslserve.metrics import Labelled
 from kslserve.sched.sequence import Sequence, State
 
 _log = log.get("sched")
+Logprobs = list[list[tuple[int, float]]]
 
 
 class Outbox:
@@ -23,7 +24,7 @@ class Outbox:
 
     def __init__(self, ends: Labelled, fail: Callable[[Sequence, KslError], None]) -> None:
         self.admitted: list[Sequence] = []
-        self.spoken: list[tuple[Sequence, RowDone]] = []
+        self.spoken: list[tuple[Sequence, Items[int], Logprobs | None]] = []
         self.ended: list[Sequence] = []
         self._ends = ends
         self._fail = fail
@@ -46,12 +47,12 @@ class Outbox:
                     sequence.sink.admitted(sequence.cached_tokens)
                 except Exception as failure:
                     self._failed(sequence, failure)
-        for sequence, result in spoken:
+        for sequence, tokens, logprobs in spoken:
             mark = sequence.mark
             # Tokens that came after a cancellation are dropped.
             if mark is None or mark[0] is not FinishReason.CANCELLED:
                 try:
-                    sequence.sink.tokens(result.tokens, result.logprobs)
+                    sequence.sink.tokens(tokens, logprobs)
                 except Exception as failure:
                     self._failed(sequence, failure)
         for sequence in ended:

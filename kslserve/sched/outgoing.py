@@ -131,8 +131,9 @@ class Outgoing:
         return not (wave.rows or wave.before or wave.after or wave.edits)
 
     def next(self) -> Wave:
-        """The planned wave under the next id."""
+        """The planned wave under the next id, or the last one again where its rows stand."""
         self.wave.id = self.id + 1
+        self.wave.same_rows = not self._planned
         return self.wave
 
     def sent(self) -> None:

@@ -50,6 +50,43 @@ class Results:
             roster.due = True
         speculator = self._speculator
         self._drafting = speculator is not None and done.wave >= speculator.nap_until
+        if done.sampled is not None and not (outgoing.prompt or self._drafting or roster.guided):
+            self._decoded(done, done.sampled)
+        else:
+            self._rows(done)
+
+    def _decoded(self, done: Done, sampled: list[int]) -> None:
+        """`_rows` of a wave in which all decoded one token, and nothing else happened: nearly every
+        one, so there is no call for a row."""
+        roster, outgoing, counted = self._roster, self._outgoing, 0
+        spoken = roster.outbox.spoken
+        for sequence, token in zip(outgoing.sequences, sampled, strict=True):
+            if sequence.state is State.ENDED:
+                continue
+            sequence.in_flight -= 1
+            output = sequence.output
+            output.append(token)
+            sequence.computed = position = sequence.computed + 1
+            if sequence.mark is not None:
+                if not sequence.in_flight:
+                    roster.end(sequence)
+                continue
+            counted += 1
+            sequence.rounds += 1
+            spoken.append((sequence, (token,), None))
+            if len(output) >= sequence.limit:
+                sequence.mark = (sequence.limit_reason, None)
+                roster.end(sequence)
+                continue
+            sequence.fed[0] = token
+            sequence.row.start = position
+            if position >= sequence.room:
+                outgoing.steady = False  # it needs its next block
+        self._measure(done, 0, counted, len(sampled), len(sampled))
+
+    def _rows(self, done: Done) -> None:
+        """A wave of any kind."""
+        roster, outgoing = self._roster, self._outgoing
         prompt = sampled = decoding = spoken = 0
         for sequence, result in zip(outgoing.sequences, done.rows, strict=True):
             if sequence.state is State.ENDED:
@@ -69,12 +106,7 @@ class Results:
                 self._row(sequence, result)
             elif not sequence.in_flight:
                 roster.end(sequence)
-        self._measure(done, prompt, sampled)
-        if spoken:
-            # Each row had its last token in the wave before.
-            gap = (done.ended_ns - self._ended_ns) / 1e9
-            self._metrics.gap.observe(gap * decoding / spoken, spoken)
-        self._ended_ns = done.ended_ns
+        self._measure(done, prompt, sampled, decoding, spoken)
 
     def _row(self, sequence: Sequence, result: RowDone) -> None:
         """One row: tell of its tokens, several where drafts were accepted, and end the sequence or
@@ -90,10 +122,8 @@ class Results:
             speculator.learn(sequence, drafter, result)
         if tokens:
             sequence.rounds += 1
-            self._roster.outbox.spoken.append((sequence, result))
         elif result.logprobs:
             sequence.scored = result.position
-            self._roster.outbox.spoken.append((sequence, result))
         if result.bad_logits:
             text = "The model produced logits that no token can be sampled from."
             sequence.mark = (FinishReason.CANCELLED, BadLogits(text))
@@ -107,6 +137,9 @@ class Results:
                 sequence.aim_decode(tokens[-1])
                 if result.position >= sequence.room:
                     self._outgoing.steady = False  # it needs its next block
+        if tokens or result.logprobs:
+            # With what its guide forced.
+            self._roster.outbox.spoken.append((sequence, result.tokens, result.logprobs))
         if sequence.mark is not None:
             self._roster.end(sequence)
 
@@ -128,8 +161,9 @@ class Results:
             result.logprobs = [*result.logprobs, *([(token, 0.0)] for token in forced)]
         return True
 
-    def _measure(self, done: Done, prompt: int, sampled: int) -> None:
-        """Counts and times of the wave. prompt and sampled: tokens."""
+    def _measure(self, done: Done, prompt: int, sampled: int, decoding: int, spoken: int) -> None:
+        """Counts and times of the wave. prompt and sampled: tokens; decoding: rows that did, and
+        the tokens that they gave."""
         ms = (done.ended_ns - done.started_ns) / 1e6
         outgoing = self._outgoing
         if not outgoing.moves:
@@ -144,3 +178,8 @@ class Results:
         metrics.waves.inc()
         metrics.prompt_tokens.inc(prompt)
         metrics.output_tokens.inc(sampled)
+        if spoken:
+            # Each row had its last token in the wave before.
+            gap = (done.ended_ns - self._ended_ns) / 1e9
+            metrics.gap.observe(gap * decoding / spoken, spoken)
+        self._ended_ns = done.ended_ns

@@ -120,11 +120,11 @@ class Sequence:
     positions of its prompt that get one. kept: end of the last new checkpoint of its state. path:
     its prompt in the index of prefixes. scored: prompt positions whose scores were told. masked:
     version of its guide's mask that the engine has. drafter: what it drafts, None for nothing.
-    rounds: waves that sampled for it.
+    rounds: waves that sampled for it. row: its part of every wave; in decode only its start and the
+    id in `fed`, its tokens, change.
     """
 
     __slots__ = (
-        "_next",
         "admitted",
         "adopted",
         "arrived",
@@ -132,6 +132,7 @@ class Sequence:
         "cached_tokens",
         "computed",
         "drafter",
+        "fed",
         "fresh",
         "ids",
         "in_flight",
@@ -200,8 +201,7 @@ class Sequence:
         self.masked = 0
         self.path: Node | None = None
         self.drafter: Drafter | None = None
-        # One row for every wave: in decode only its start and its token change.
-        self._next = [0]
+        self.fed = [0]
         self.row = Row(RowKind.PREFILL, -1, -1, 0, 1, [])
 
     @property
@@ -288,12 +288,12 @@ class Sequence:
         """Make the row feed the last sampled token and sample the next."""
         row = self.row
         row.start = self.computed
-        self._next[0] = token
-        if row.tokens is self._next and not row.propose:
+        self.fed[0] = token
+        if row.tokens is self.fed and not row.propose:
             return  # it was such a row before
         row.kind = RowKind.LAST
         row.n = 1
-        row.tokens = self._next
+        row.tokens = self.fed
         row.draft = Draft.NONE
         row.propose = 0
         row.cuts = ()
@@ -305,12 +305,12 @@ class Sequence:
         if drafts:
             row.kind = RowKind.VERIFY
             row.n = 1 + len(drafts)
-            row.tokens = [self._next[0], *drafts]
+            row.tokens = [self.fed[0], *drafts]
             row.draft = Draft.GIVEN
         else:
             row.kind = RowKind.LAST
             row.n = 1
-            row.tokens = self._next
+            row.tokens = self.fed
             row.draft = Draft.NONE
         row.propose = propose
 
@@ -318,7 +318,7 @@ class Sequence:
         """Make the row the one after the decode row in flight, whose token only the engine has."""
         row = self.row
         row.start = self.computed + 1
-        self._next[0] = -1
+        self.fed[0] = -1
 
     def describe(self) -> dict[str, Any]:
         """Fields for a log line."""

@@ -85,6 +85,7 @@ class Generation:
         self._on_ended = on_ended
         self._max_new_tokens = max_new_tokens
         self._plain = self._stops is None and not one_call
+        self._swift = False  # the next token may be a piece of text and nothing else
         self._stop_ids = frozenset(stop_ids)
         self._one_call = one_call
         self._opening = opening
@@ -117,6 +118,8 @@ class Generation:
 
     def tokens(self, ids: Sequence[int], logprobs: Entries | None) -> None:
         """Ids sampled by one wave, the stop id included."""
+        if self._swift and len(ids) == 1 and logprobs is None and self._say_one(ids[0]):
+            return
         if self.ended_at is not None or not ids:
             return
         if len(ids) > 1 and not self._plain:
@@ -124,6 +127,7 @@ class Generation:
             return
         if self.first_token_at is None:
             self.first_token_at = time.monotonic()
+            self._swift = self._plain and self.on_text is not None
         usage = self.usage
         usage.completion_tokens += len(ids)
         if self._turn is not None:
@@ -185,6 +189,23 @@ class Generation:
         self._finish(events + tail, self._final_reason(reason, stop_string), stop_string)
 
     # ------------------------------------------------------------ helpers
+
+    def _say_one(self, token: int) -> bool:
+        """The common case of `tokens`: True if one token is a piece of visible text and no more."""
+        text = self._detokenizer.known(token)
+        usage = self.usage
+        count = usage.completion_tokens + 1
+        if not text or token in self._stop_ids or count >= self._max_new_tokens:
+            return False
+        if not self._parser.take_text(text):
+            return False
+        usage.completion_tokens = count
+        if self._turn is not None:
+            self._turn.ids.append(token)
+            self._turn.text.append(text)
+        assert self.on_text is not None
+        self.on_text(text)
+        return True
 
     def _say(self, text: str) -> bool:
         """Pass on a piece without making an event of it, if that can be."""
@@ -271,6 +292,7 @@ class Generation:
 
     def _close(self, reason: FinishReason, error: KslError | None) -> None:
         self.ended_at = time.monotonic()
+        self._swift = False
         if self.written is not None:
             self.usage.cache_write_tokens = self.written()
         self.reason = reason

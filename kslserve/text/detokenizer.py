@@ -34,6 +34,11 @@ class Detokenizer:
             return text
         return self._join(ids)
 
+    def known(self, token: int) -> str | None:
+        """`feed` of one id whose text was asked for before; None, and it was not fed, where that is
+        not known or bytes wait."""
+        return None if self._held else self._texts.get(token)
+
     def _join(self, ids: Sequence[int]) -> str:
         bytes_of, size, special = self._bytes_of, self._size, self._special
         return self.feed_bytes(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kslserve.core.sampling import SamplingParams
 from kslserve.core.usage import FinishReason
-from kslserve.engine.fakestate import HashModel, Slot, Timeline
+from kslserve.engine.fakemodel import HashModel, Slot, Timeline
 from kslserve.engine.types import RowKind, Wave
 from kslserve.sched.cache.saves import CachePolicy
 from kslserve.sched.scheduler import Job

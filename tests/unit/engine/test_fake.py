@@ -381,3 +381,36 @@ def test_virtual_clock() -> None:
     clock.run()
     assert (heard, clock.now()) == (["a", "b", "now", "c"], 2)
     assert not clock.step()
+
+
+def test_rows_that_stand_give_what_checked_ones_do() -> None:
+    """The engine of benches, which takes a short way through waves that decode on: the same rows,
+    stops and forced ids included, and `sampled` says what they say or is None."""
+
+    def decoded(strict: bool) -> list[Done]:
+        bench = Bench(strict=strict)
+        for slot in range(3):
+            # Some of the ids stop slot 2.
+            bench.begin(slot, stop_ids=range(0, VOCAB, 20) if slot == 2 else ())
+        forced = StateOp(OpKind.FORCE, 1, data=np.arange(5, dtype=np.int32))
+        rows = [last(0, [slot + 1], slot) for slot in range(3)]
+        bench.run(*rows, before=[forced])
+        wave = Wave(bench.waves, rows)
+        for _ in range(40):
+            bench.waves += 1
+            wave.id = bench.waves
+            for row in rows:
+                row.start, row.tokens = row.start + 1, [-1]
+            assert bench.engine.submit(wave)
+            bench.clock.run()
+            wave.same_rows = True
+        return bench.done
+
+    waves = list(zip(decoded(True), decoded(False), strict=True))
+    for checked, quick in waves:
+        assert checked.rows == quick.rows
+        if quick.sampled is not None:
+            assert quick.sampled == checked.sampled == [row.tokens[0] for row in quick.rows]
+    assert [done.sampled is not None for done, _ in waves].count(True) > 4
+    assert any(row.stop for done, _ in waves for row in done.rows)
+    assert waves[-1][1].rows[2].latched

@@ -11,7 +11,7 @@ import pytest
 
 from kslserve.core.sampling import SamplingParams
 from kslserve.core.usage import FinishReason
-from kslserve.engine.fakestate import Timeline
+from kslserve.engine.fakemodel import Timeline
 from kslserve.engine.model import PoolSizes
 from kslserve.engine.scripted import Script, ScriptedEngine, ScriptedTokenizer
 from kslserve.engine.types import SlotConfig

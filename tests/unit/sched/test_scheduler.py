@@ -11,7 +11,7 @@ import pytest
 from kslserve.core.sampling import SamplingParams
 from kslserve.core.usage import FinishReason
 from kslserve.engine.fake import FakeEngine
-from kslserve.engine.fakestate import HashModel, Slot, Timeline
+from kslserve.engine.fakemodel import HashModel, Slot, Timeline
 from kslserve.engine.types import RowKind, Wave
 from kslserve.errors import (
     BadLogits,

@@ -9,7 +9,7 @@ import pytest
 
 from kslserve.core.sampling import SamplingParams
 from kslserve.core.usage import FinishReason
-from kslserve.engine.fakestate import HashModel, Timeline
+from kslserve.engine.fakemodel import HashModel, Timeline
 from kslserve.engine.types import RowKind
 from kslserve.sched.cache.saves import CachePolicy
 from kslserve.sched.sequence import Job, Sequence
