@@ -99,10 +99,13 @@ class RowCosts:
             self._table_until = 0
 
     def glance(self, ms: float) -> None:
-        """A plain wave took `ms` while nothing was drafted: no figure gets older by it."""
+        """A plain wave took `ms` while nothing was drafted. Few of them are told of, so figures get
+        old slowly by them; but they do, or one that was bad luck would end drafts for ever."""
         figure = self._figures.get(self.rows)
         if figure is not None:
             figure.observe(ms)
+            self._waves += 1
+            figure.seen = self._waves
 
     def ms(self, columns: int) -> float:
         """Expected time of a wave; measured plain waves are a condition. Hopeful where little was
@@ -149,7 +152,8 @@ class RowCosts:
         figures = self._figures
         low, high = self.rows, 0
         for known in self._known:
-            if figures[known].count < SURE:
+            figure = figures[known]
+            if figure.count < SURE or (known != self.rows and self._waves - figure.seen >= STALE):
                 continue
             if known < columns:
                 low = max(low, known)

@@ -21,20 +21,17 @@ from kslserve.sched.spec.acceptance import (
 )
 from kslserve.sched.spec.index import LONG, SuffixIndex
 from kslserve.sched.spec.ladder import Ladder
+from kslserve.sched.spec.patience import Account, Patience, Trial
 
 STRONG_LENGTH, STRONG = 12, 0.8  # a match that makes MTP drafts superfluous
-PROBE_FIRST, PROBE_LAST = 32, 2048  # waves between probes of MTP drafts that do not pay
-PROBE_DEPTH = 2
 CATCH_UP = 1 + DRAFT_MAX  # more tokens than a wave samples are taken in at once, unasked
-STAKE = 6.0  # plain waves that drafts may cost, or have to save, before that has consequences
-CREDIT = 12.0  # most of what drafts have saved that counts later
-PAUSE_FIRST, PAUSE_LAST = 16, 2048  # waves
 DEEPER_EVERY = 16  # rounds after which a chain is tried one draft deeper
 IDLE_MAX = 3  # waves without drafts after which only some waves are looked at
 ASLEEP_MAX = 64  # most waves between two looks
 ASLEEP_SHORT = 4  # the same where the text repeats itself, or did before
 GAINED = 8  # accepted drafts that say so
-PATIENCE = 8  # waves after which a chain that did not pay is weighed again
+AGAIN = 16  # waves after which a chain that did not pay is weighed again
+MADE_RATE = 1 / 8  # weight of one round in the part of rounds that gave a draft
 
 
 @dataclass(slots=True)
@@ -56,30 +53,6 @@ class DraftStats:
         return self.ngram_accepted + self.mtp_accepted
 
 
-class Patience:
-    """What sequences teach each other: where drafts do not pay in one of them they hardly will in
-    the next one. every: waves from one probe of MTP drafts to the next. pause: waves without drafts
-    after some that cost more than they gained."""
-
-    __slots__ = ("every", "pause")
-
-    def __init__(self) -> None:
-        self.every = PROBE_FIRST
-        self.pause = PAUSE_FIRST
-
-    def lost(self) -> None:
-        self.pause = min(2 * self.pause, PAUSE_LAST)
-
-    def gained(self) -> None:
-        self.pause = max(self.pause // 2, PAUSE_FIRST)
-
-    def missed(self) -> None:
-        self.every = min(2 * self.every, PROBE_LAST)
-
-    def paid(self) -> None:
-        self.every = PROBE_FIRST
-
-
 class Drafter:
     """index: None until the first token was sampled, or without n-gram drafts. chain: averages of
     MTP drafts, None without them. held: MTP drafts for the next positions. tokens, survival: the
@@ -88,9 +61,9 @@ class Drafter:
     again, since nothing was worth drafting for long and looking costs time."""
 
     __slots__ = (
-        "_deeper", "_idle", "_patience", "_probe_in", "_saved", "_wait_until", "asleep_until",
-        "chain", "held", "index", "ladder", "lanes", "matches", "own", "propose", "stats",
-        "survival", "tokens",
+        "_account", "_deeper", "_idle", "_made", "_patience", "_trial", "_wait_until",
+        "asleep_until", "chain", "held", "index", "ladder", "lanes", "matches", "own", "propose",
+        "stats", "survival", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -108,8 +81,9 @@ class Drafter:
         self.lanes: list[int] = []
         self.propose = 0
         self._patience = patience
-        self._saved = 0.0
-        self._probe_in = patience.every
+        self._account = Account(patience)
+        self._trial = Trial()
+        self._made = 1.0  # how many of the wanted chains were not cut off at once
         self._deeper = 0
         self._idle = 0
         self._wait_until = 0
@@ -138,10 +112,15 @@ class Drafter:
             self.index = SuffixIndex(ids, len(prompt) + sequence.limit)
             return
         output, done = sequence.output, len(index) - len(prompt)
-        if len(output) - done > CATCH_UP:
-            index.extend(output[done:])
+        new = output[done:]
+        if len(new) > CATCH_UP:
+            index.extend(new)
             return
-        for token in output[done:]:
+        which = match_class(index.length) if index.at else 0
+        hits = index.follow(new)
+        if hits:
+            matches.note_hits(which, hits)
+        for token in new[hits:]:
             if index.at:
                 matches.note(match_class(index.length), index.predicted == token)
             index.append(token)
@@ -153,21 +132,23 @@ class Drafter:
             return False
         return matches.values[match_class(index.length)] >= least
 
-    def hopeful(self, least: float, wave: int) -> bool:
-        """Whether it is worth while to plan MTP drafts, the first of which must come true with at
-        least that probability."""
+    def trying(self, wave: int) -> bool:
+        """MTP drafts are at hand, or are to be made to see what they are worth."""
         if self.held:
             return True
-        if self.chain is None:
+        due = self._trial.running or wave >= self._patience.trial_at
+        return due and self.chain is not None
+
+    def hopeful(self, least: float, wave: int) -> bool:
+        """Whether it is worth while to weigh MTP drafts, the first of which must come true with at
+        least that probability."""
+        if self.chain is None or wave < self._wait_until:
             return False
-        self._probe_in -= 1
-        if self._probe_in <= 0:
-            return True
-        return wave >= self._wait_until and self.chain.values[0] >= least
+        return self._made * self.chain.values[0] >= least
 
     def wait(self, wave: int) -> None:
         """MTP drafts did not pay in this wave: they are not weighed again at once."""
-        self._wait_until = wave + PATIENCE
+        self._wait_until = wave + AGAIN
 
     def offer(self, most: int, least: float = LEAST) -> None:
         """Set the best chain of at most `most` drafts: what MTP drafted and what the index adds to
@@ -210,41 +191,40 @@ class Drafter:
             strong = matches.values[match_class(index.length)] >= STRONG
         if strong:
             return []
-        return chain_survival(self.chain, most)
+        return [self._made * chance for chance in chain_survival(self.chain, most)]
 
-    def aim(self, lanes: int, depth: int, most: int) -> None:
-        """Verify so many of the offered drafts, then make `depth` MTP drafts; at times more, at
-        most `most`, to see whether that would pay."""
+    def aim(self, lanes: int, depth: int, most: int, wave: int) -> None:
+        """Verify so many of the offered drafts in this wave, then make `depth` MTP drafts; at times
+        more, at most `most`, to see whether that would pay."""
         self.lanes = self.tokens[:lanes]
         self.own = min(self.own, lanes)
         most = max(0, min(most, self.ladder.depth))
         self.propose = depth = min(depth, most)
-        if self.chain is None or depth >= most:
-            pass
-        elif depth:
+        trial = self._trial
+        if depth:
+            trial.end()
             self._patience.paid()
-            self._probe_in = PROBE_FIRST
             self._deeper += 1
-            if self._deeper % DEEPER_EVERY == 0:
+            if self._deeper % DEEPER_EVERY == 0 and depth < most:
                 self.propose = depth + 1
-        else:
-            if self._probe_in <= 0 and not self.held:
-                self._patience.missed()
-                self._probe_in = self._patience.every
-                self.propose = min(PROBE_DEPTH, most)
+            return
+        self.wait(wave)
+        if self.chain is None or not most:
+            return
+        if not trial.running and wave >= self._patience.trial_at:
+            self._patience.tried(wave)
+            trial.begin()
+        if trial.running:
+            trial.drafting()
+            self.propose = 1
 
     def settle(self, saved: float, wave: int) -> None:
         """A wave with drafts of it saved so much, in waves without drafts. Whatever was expected:
         when they have cost too much, there are none for a while."""
-        self._saved += saved
-        if self._saved < -STAKE:
-            self._saved = 0.0
-            self._patience.lost()
-            self.asleep_until = wave + self._patience.pause
+        pause = self._account.settle(saved)
+        if pause:
+            self.asleep_until = wave + pause
             self.held = []
-        elif self._saved > STAKE:
-            self._saved = min(self._saved, CREDIT)
-            self._patience.gained()
 
     def doze(self, wave: int) -> None:
         """It was looked at before this wave: after some waves without drafts, sleep for longer and
@@ -258,7 +238,6 @@ class Drafter:
             gained = self.stats.accepted >= GAINED or (index is not None and index.length >= LONG)
             waves = min(4 ** min(self._idle - IDLE_MAX, 9), ASLEEP_SHORT if gained else ASLEEP_MAX)
             self.asleep_until = wave + 1 + waves
-            self._probe_in -= waves
 
     def fit(self, room: int, samples: bool) -> None:
         """There are blocks for so many positions beyond those of the plain row, which samples or
@@ -290,8 +269,11 @@ class Drafter:
             stepped = self.ladder.round(accepted)
         elif self.held:
             # Drafts that were not verified show all the same what they would have been worth.
+            self._trial.note(self.held[0] == tokens[0])
             held = self._note_chain(self.held, tokens)
             self.held = held if self.live else []
+        if self.propose and not (result.stop or result.latched):
+            self._made += MADE_RATE * (bool(result.drafts) - self._made)
         if result.drafts:
             self.held = list(result.drafts)
         if result.bad_draft and self.ladder.failed("the draft head failed"):

@@ -78,6 +78,25 @@ class SuffixIndex:
         self._push(token)
         self._look()
 
+    def follow(self, tokens: Items[int]) -> int:
+        """Take the first ones of `tokens`, as many as a long match predicts; how many. Only the
+        last of their ends becomes a place: the text is known from where it was copied."""
+        own, at = self._tokens, self.at
+        if self.length < LONG:
+            return 0
+        for token in tokens:
+            if own[at] != token:
+                break
+            own.append(token)
+            at += 1
+        n = at - self.at
+        if n:
+            self.at = at
+            self.length += n
+            self._hash_short, self._hash_long = _raw(own, SHORT), _raw(own, LONG)
+            self._look()
+        return n
+
     def _push(self, token: int) -> None:
         tokens = self._tokens
         tokens.append(token)

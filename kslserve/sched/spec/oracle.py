@@ -6,7 +6,8 @@ from __future__ import annotations
 from kslserve.engine.types import Ids
 from kslserve.sched.sequence import Sequence
 from kslserve.sched.spec.acceptance import Averages
-from kslserve.sched.spec.drafter import Drafter, Patience
+from kslserve.sched.spec.drafter import Drafter
+from kslserve.sched.spec.patience import Patience
 
 _SPREAD = 0x9E3779B1
 

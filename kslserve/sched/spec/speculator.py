@@ -13,15 +13,21 @@ from kslserve.engine.types import DRAFT_MAX, Done, EngineInfo, RowDone
 from kslserve.metrics import Metrics
 from kslserve.sched.plan import WaveCost
 from kslserve.sched.sequence import Sequence
-from kslserve.sched.spec.acceptance import DEPTH_PRIOR, MATCH_PRIOR, Averages
-from kslserve.sched.spec.cost import RowCosts, WaveCosts
+from kslserve.sched.spec.acceptance import (
+    DEPTH_PRIOR,
+    DEPTH_WEIGHT,
+    MATCH_PRIOR,
+    Averages,
+)
+from kslserve.sched.spec.charge import charge, drafts_took
+from kslserve.sched.spec.cost import WaveCosts
 from kslserve.sched.spec.depth import GAIN, TRUST, choose_depths, choose_lanes
-from kslserve.sched.spec.drafter import ASLEEP_MAX, Drafter, Patience
+from kslserve.sched.spec.drafter import ASLEEP_MAX, Drafter
 from kslserve.sched.spec.oracle import Oracle
+from kslserve.sched.spec.patience import Patience
 from kslserve.sched.spec.policy import SpecPolicy
 
 _log = log.get("spec")
-CLIP = 1.5  # drafts are charged with at most so many times what their wave was expected to take
 IDLE_MS = 5.0  # a wave that came so long after the one before was not waited for
 LANES_MAX = 60  # most drafts of a wave; more never pay, and choosing takes time
 
@@ -37,7 +43,7 @@ class Speculator:
         self._mixed = mixed
         mtp = policy.mtp and info.has_mtp
         self._matches = Averages(MATCH_PRIOR) if policy.ngram else None
-        self._chain = Averages(DEPTH_PRIOR) if mtp else None
+        self._chain = Averages(DEPTH_PRIOR, DEPTH_WEIGHT) if mtp else None
         self._lanes = min(policy.lanes, DRAFT_MAX)
         self._depth = min(policy.depth, self._lanes)
         self._patience = Patience()
@@ -81,28 +87,36 @@ class Speculator:
         least_own = least + GAIN * step_ms / times[rows] / TRUST
         found = False
         matched: list[tuple[Sequence, Drafter, bool]] = []
-        first = wave + ASLEEP_MAX
+        chained: list[tuple[Sequence, Drafter, bool]] = []
         for sequence in sequences:
             drafter = sequence.drafter
-            if drafter is None or not drafter.live:
-                continue
-            if drafter.asleep_until <= wave:
+            if drafter is not None and drafter.live and drafter.asleep_until <= wave:
                 drafter.read(sequence)
                 if drafter.matched(least):
                     matched.append((sequence, drafter, True))
-                elif drafter.hopeful(least_own, wave):
+                elif drafter.trying(wave):
                     found = True
+                elif drafter.hopeful(least_own, wave):
+                    chained.append((sequence, drafter, True))
                 else:
                     drafter.doze(wave)
-            first = min(first, drafter.asleep_until)
-        if matched and not found:
-            # What one of them promises at first is rarely what all that it promises is worth.
-            found = any(self._choose_lanes(matched, times.__getitem__, rows, self._most(rows)))
+        # What one of them promises at first is rarely what all that it promises is worth.
+        ms = times.__getitem__
+        if not found and matched:
+            found = any(self._choose_lanes(matched, ms, rows, self._most(rows)))
+        if not found and chained:
+            found = any(self._choose_depths(chained, ms, rows) or ())
             if not found:
-                for _, drafter, _ in matched:
-                    drafter.doze(wave)
-        self.nap_until = 0 if found or matched else first
-        return found
+                for _, drafter, _ in chained:
+                    drafter.wait(wave)
+        if found:
+            self.nap_until = 0
+            return True
+        for _, drafter, _ in (*matched, *chained):
+            drafter.doze(wave)
+        live = [s.drafter for s in sequences if s.drafter is not None and s.drafter.live]
+        self.nap_until = min((d.asleep_until for d in live), default=wave + ASLEEP_MAX)
+        return False
 
     def awake(self, sequences: Items[Sequence], wave: int) -> bool:
         """Whether any of them may draft in that wave."""
@@ -144,15 +158,14 @@ class Speculator:
         ms = self._time_of(rows, prompt)
         lanes = self._choose_lanes(drafting, ms, rows, room)
         # They are for the wave after this one, in which the prompts that end here decode too.
-        depths = self._choose_depths(drafting, rows + finishing)
+        after = self._time_of(rows + finishing, 0) if prompt else ms
+        depths = self._choose_depths(drafting, after, rows + finishing)
         for (sequence, drafter, _), n, depth in zip(drafting, lanes, depths or lanes, strict=True):
             if depths is None:  # nothing to weigh them by
-                drafter.aim(n, 0, 0)
+                drafter.aim(n, 0, 0, wave)
                 continue
-            drafter.aim(n, depth, min(self._depth, _output_left(sequence) - 2 - n))
-            if not depth:
-                drafter.wait(self._wave)
-            drafter.doze(self._wave)
+            drafter.aim(n, depth, min(self._depth, _output_left(sequence) - 2 - n), wave)
+            drafter.doze(wave)
         return any(drafter.engaged for _, drafter, _ in drafting)
 
     def _choose_lanes(
@@ -176,9 +189,11 @@ class Speculator:
         return choose_lanes(survival, ms, rows, min(room, self._most(rows)))
 
     def _choose_depths(
-        self, drafting: Items[tuple[Sequence, Drafter, bool]], rows: int
+        self,
+        drafting: Items[tuple[Sequence, Drafter, bool]],
+        ms: Callable[[int], float] | None,
+        rows: int,
     ) -> list[int] | None:
-        ms = self._time_of(rows, 0)
         if ms is None:
             return None
         if self._chain is None:
@@ -187,6 +202,8 @@ class Speculator:
             drafter.chances(min(self._depth, _output_left(sequence) - 2))
             for sequence, drafter, _ in drafting
         ]
+        if not any(chances):
+            return [0] * len(drafting)
         plain = ms(rows)
         return choose_depths(
             chances, ms, lambda n: self.costs.draft_ms(n, plain), rows, self._most(rows)
@@ -199,7 +216,7 @@ class Speculator:
             n = len(drafter.tokens)
             room -= n
             most = max(0, min(self._depth, left - 2 - n))
-            drafter.aim(n, most if self._chain is not None else 0, most)
+            drafter.aim(n, most if self._chain is not None else 0, most, self._wave)
 
     def _time_of(self, rows: int, prompt: int) -> Callable[[int], float] | None:
         """Expected time of a wave by its decode columns; None where there is nothing to go by, or
@@ -240,24 +257,16 @@ class Speculator:
     ) -> None:
         """Times of a wave. since_ns: since the end of the one before it. plain: it had no prompts
         and moved nothing."""
-        rows = len(sequences)
         if done.drafts_ns:
-            drafting = steps = 0
-            for sequence, result in zip(sequences, done.rows, strict=True):
-                drafter = sequence.drafter
-                if drafter is not None and drafter.propose:
-                    drafting += 1
-                    steps = max(steps, min(drafter.propose, len(result.drafts) + 1))
-            if steps:
-                self.costs.drafted(drafting, steps, done.drafts_ns / 1e6)
+            drafts_took(self.costs, done, sequences)
         idle_ns = since_ns - (done.ended_ns - done.started_ns)
-        if not plain or not rows or idle_ns > IDLE_MS * 1e6:
+        if not plain or not sequences or idle_ns > IDLE_MS * 1e6:
             return
-        ms = (since_ns - done.drafts_ns) / 1e6
+        rows, ms = len(sequences), (since_ns - done.drafts_ns) / 1e6
         costs = self.costs.of(rows)
         if columns > rows or done.drafts_ns:
             if costs.sure(rows) and (columns == rows or costs.sure(columns)):
-                self._settle(done, sequences, costs, columns, ms)
+                charge(costs, done, sequences, columns, ms, self._wave)
             if columns > rows:
                 costs.observe(columns, ms)
         elif done.wave < self.nap_until:
@@ -266,20 +275,6 @@ class Speculator:
             # One behind a wave with drafts, or that was planned in vain, is not what plain decode
             # would take.
             costs.observe(columns, ms)
-
-    def _settle(
-        self, done: Done, sequences: Items[Sequence], costs: RowCosts, columns: int, ms: float
-    ) -> None:
-        """Charge the drafts of a wave with what it took beyond a plain one."""
-        rows, plain = len(sequences), costs.ms(len(sequences))
-        # A wave that something else held up says nothing about drafts.
-        took = min(ms, CLIP * costs.ms(columns)) + done.drafts_ns / 1e6
-        drafters = [s.drafter for s in sequences]
-        shares = [len(d.lanes) + d.propose if d is not None else 0 for d in drafters]
-        each = max(0.0, took / plain - 1.0) / max(sum(shares), 1)
-        for drafter, share, result in zip(drafters, shares, done.rows, strict=True):
-            if drafter is not None and share:
-                drafter.settle(result.accepted / rows - each * share, self._wave)
 
     def refused(self, sequences: Iterable[Sequence]) -> bool:
         """The engine refused a wave. True if there were drafts in it: then they may be the fault,

@@ -47,6 +47,29 @@ def test_matches_are_those_of_a_search(tokens: list[int], fed: int) -> None:
     check(index_of(tokens, min(fed, len(tokens))), tokens)
 
 
+@given(TOKENS.filter(bool), st.integers(1, 12), st.integers(0, 60))
+def test_matches_are_the_same_where_predictions_are_followed(
+    tokens: list[int], period: int, repeated: int
+) -> None:
+    """Though hardly any place is added while they come true."""
+    text = list(tokens)
+    for _ in range(repeated):
+        text.append(text[-min(period, len(text))])
+    index = index_of(text[:5])
+    at = followed = 0
+    rest = text[5:]
+    while at < len(rest):
+        hits = index.follow(rest[at : at + 7])
+        followed += hits
+        at += hits
+        if at < len(rest):
+            index.append(rest[at])
+            at += 1
+        check(index, text[: 5 + at])
+    if period <= 3 and repeated > 40:
+        assert followed > 20
+
+
 @given(TOKENS, st.lists(st.integers(0, 2), max_size=6), st.integers(1, 9))
 def test_what_follows_drafts(tokens: list[int], drafts: list[int], n: int) -> None:
     """As if the drafts were history, but for places among them."""

@@ -9,8 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kslserve.engine.types import RowDone
 from kslserve.sched.spec.acceptance import (
+    DEPTH_FADE,
+    DEPTH_KNOWN,
     DEPTH_PRIOR,
+    DEPTH_WEIGHT,
     LEAST,
     MATCH_PRIOR,
     MATCHES,
@@ -29,8 +33,9 @@ from kslserve.sched.spec.cost import (
     WaveCosts,
 )
 from kslserve.sched.spec.depth import GAIN, TRUST, choose_depths, choose_lanes
-from kslserve.sched.spec.drafter import PAUSE_FIRST, PAUSE_LAST, Drafter, Patience
+from kslserve.sched.spec.drafter import Drafter
 from kslserve.sched.spec.ladder import ROUNDS, Ladder
+from kslserve.sched.spec.patience import PAUSE_FIRST, PAUSE_LAST, TRIAL_FIRST, Patience
 
 CHANCES = st.lists(
     st.lists(st.floats(0.01, 1.0), max_size=6).map(lambda p: list(itertools.accumulate(p, min))),
@@ -60,12 +65,50 @@ def test_averages_follow_and_teach() -> None:
     assert one.values[2] < 0.1
 
 
+def test_averages_that_know_little_learn_fast() -> None:
+    everybody = Averages(DEPTH_PRIOR, DEPTH_WEIGHT)
+    one = everybody.child()
+    for _ in range(6):
+        one.note(0, True)
+    assert one.values[0] > 0.85
+    assert everybody.values[0] > 0.85
+    # The next one begins there, and needs few outcomes to see that it is different.
+    other = everybody.child()
+    for _ in range(3):
+        other.note(0, False)
+    assert other.values[0] < 0.6
+
+
+def test_many_hits_at_once_are_as_many_single_ones() -> None:
+    one, other = Averages(MATCH_PRIOR).child(), Averages(MATCH_PRIOR).child()
+    for _ in range(5):
+        one.note(4, True)
+    other.note_hits(4, 5)
+    for a, b in ((one, other), (one.parent, other.parent)):
+        assert a is not None
+        assert b is not None
+        assert a.values == pytest.approx(b.values, abs=0.02)
+        assert a.weights == b.weights
+
+
+def test_depths_that_few_chains_reached_are_like_the_one_before() -> None:
+    chain = Averages(DEPTH_PRIOR, DEPTH_WEIGHT)
+    for _ in range(20):
+        chain.note(0, True)
+    first, second, third = chain_survival(chain, 3)
+    assert second == pytest.approx(first * first * DEPTH_FADE)
+    assert third == pytest.approx(second * first * DEPTH_FADE**2)
+    for _ in range(DEPTH_KNOWN):
+        chain.note(1, False)
+    assert chain_survival(chain, 3)[1] < 0.4
+
+
 def test_survival_is_a_product_and_ends_where_nothing_is_left() -> None:
     matches = Averages((0.5, 0.8, 0.8, 0.8, 0.8, 0.8, 1.0))
     assert suffix_survival(matches, 3, 3) == pytest.approx([0.5, 0.4, 0.32])
     assert suffix_survival(matches, 40, 15) == [1.0] * 15
     assert suffix_survival(matches, 40, 2, start=0.25) == [0.25, 0.25]
-    chain = Averages((0.2,) * len(DEPTH_PRIOR))
+    chain = Averages((0.2,) * len(DEPTH_PRIOR), DEPTH_KNOWN)
     assert chain_survival(chain, 16) == [0.2]
     assert len(chain_survival(chain, 16, least=0.0)) == 16
     assert chain_survival(Averages((LEAST / 2, *DEPTH_PRIOR[1:])), 3) == []
@@ -180,15 +223,21 @@ def test_an_old_figure_is_not_believed_for_ever() -> None:
     assert costs.ms(4) < 300.0
 
 
-def test_a_glance_follows_plain_waves_only() -> None:
+def test_a_glance_follows_plain_waves_and_ages_the_others() -> None:
     costs = RowCosts(1)
     for _ in range(5):
         costs.observe(1, 10.0)
-        costs.observe(8, 20.0)
-    for _ in range(2 * STALE):
+        costs.observe(8, 200.0)
+    for _ in range(STALE - 10):
         costs.glance(5.0)
     assert costs.ms(1) == pytest.approx(5.0)
-    assert costs.ms(8) == pytest.approx(10.0)
+    assert costs.ms(8) == pytest.approx(100.0)
+    assert not costs.plain_due
+    for _ in range(10):
+        costs.glance(5.0)
+    # What was slow then is hoped not to be so any more.
+    assert costs.ms(8) < 20.0
+    assert costs.ms(4) < 20.0
 
 
 def test_draft_steps() -> None:
@@ -237,6 +286,41 @@ def test_depths_pay_for_their_steps() -> None:
     both = choose_depths([[0.9], [0.5]], cheap, lambda n: 1.0 + 0.1 * n, 2, 10)
     assert both == [1, 1]
     assert choose_depths([[], []], cheap, lambda n: 0.0, 2, 10) == [0, 0]
+
+
+def test_trials_are_made_less_and_less_often() -> None:
+    """By one sequence at a time, whichever comes next; each ends where it fails."""
+    patience = Patience()
+    begun = []
+    for number in range(40):
+        drafter = Drafter(None, Averages(DEPTH_PRIOR, DEPTH_WEIGHT), patience, 15)
+        for wave in range(100 * number, 100 * number + 100):
+            drafter.offer(15)
+            if drafter.trying(wave):
+                drafter.aim(0, 0, 15, wave)
+                if drafter.propose:
+                    begun.append(wave)
+                drafter.learn(RowDone(0, (1,), 1, drafts=(2,) * drafter.propose))
+    # A draft that is wrong twice ends a trial; the last one is only seen to be behind it.
+    starts = [wave for wave in begun if wave - 1 not in begun]
+    assert starts[0] == 0
+    assert len(begun) <= 3 * len(starts)
+    gaps = [b - a for a, b in itertools.pairwise(starts)]
+    assert gaps == sorted(gaps)
+    assert len(starts) <= 8
+    # Where drafts pay, they are tried soon again.
+    patience.paid()
+    patience.tried(5000)
+    assert patience.trial_at == 5000 + TRIAL_FIRST
+
+
+def test_chains_that_are_cut_off_at_once_promise_little() -> None:
+    drafter = Drafter(None, Averages((0.9,) * len(DEPTH_PRIOR)), Patience(), 15)
+    before = drafter.chances(1)
+    for _ in range(20):
+        drafter.aim(0, 1, 15, 0)
+        drafter.learn(RowDone(0, (1,), 1))
+    assert drafter.chances(1)[0] < 0.15 * before[0]
 
 
 def test_drafts_that_cost_more_than_they_save_pause() -> None:
