@@ -203,8 +203,38 @@ void add_tiles(Backend *b, const RowInfo *row, int n) {
   const int columns = kFlashRows / (b->spec->heads / b->spec->kv_heads);
   for (int first = (n - 1) / columns * columns; first >= 0; first -= columns) {
     const int left = n - first;
-    b->tiles[b->n_tiles++] = {row->column + first, left < columns ? left : columns,
-                              row->start + first, row->slot};
+    const int here = left < columns ? left : columns, position = row->start + first;
+    const int keys = divide_up(position + here, kFlashKeys);
+    b->tiles[b->n_tiles++] = {row->column + first, here, position, row->slot, 0, keys, 0, 1};
+  }
+}
+
+// Divides the keys of tiles that are too few for the device.
+void divide_tiles(Backend *b) {
+  const ModelSpec *s = b->spec;
+  const int n = b->n_tiles;
+  b->tiles_divided = false;
+  if (n == 0) return;
+  const int64_t part = static_cast<int64_t>(s->kv_heads) * kFlashRows * (s->head_dim + 2);
+  const int64_t room = b->attn_partial_floats / part;
+  const int most = room < b->tile_capacity ? static_cast<int>(room) : b->tile_capacity;
+  const int length = flash_parts(b->tiles, n, s->kv_heads, b->device.room.processors, most);
+  int all = 0;
+  for (int i = 0; i < n; i++) all += divide_up(b->tiles[i].last, length);
+  if (all == n) return;
+  b->tiles_divided = true;
+  b->n_tiles = all;
+  for (int i = n - 1; i >= 0; i--) {
+    const FlashTile tile = b->tiles[i];
+    const int parts = divide_up(tile.last, length);
+    for (int p = parts - 1; p >= 0; p--) {
+      FlashTile *to = &b->tiles[--all];
+      *to = tile;
+      to->first = tile.last * p / parts;
+      to->last = tile.last * (p + 1) / parts;
+      to->part = p;
+      to->parts = parts;
+    }
   }
 }
 
@@ -311,6 +341,7 @@ int plan_rows(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
     if (info->tiled) add_chunks(b, info, i);
     columns += n;
   }
+  divide_tiles(b);
   b->n_kept = kept;
   b->batch.n = columns;
   b->batch.token = b->d_columns + kToken * capacity;

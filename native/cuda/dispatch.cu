@@ -356,7 +356,13 @@ void stage_attn_core(void *context, int layer) {
     if (a.n > 0)
       attn_tile(&b->device, a, gate, b->most_position, b->attn_partial_floats / (s->head_dim + 2));
     if (b->trunk && b->n_tiles > 0) {
-      const FlashArgs f = {kv, a.format, a.q, a.q_stride, s->heads, b->d_tiles, b->n_tiles, gate};
+      FlashArgs f = {kv,         a.format,   a.q,  a.q_stride, s->heads,
+                     b->d_tiles, b->n_tiles, gate, nullptr,    nullptr};
+      if (b->tiles_divided) {
+        f.partial = b->attn_partial;
+        f.partial_sums = reinterpret_cast<float2 *>(
+            f.partial + static_cast<int64_t>(f.n_tiles) * s->kv_heads * kFlashRows * s->head_dim);
+      }
       attn_flash(&b->device, f);
     }
     return;

@@ -365,10 +365,13 @@ int make_long_rows(Backend *b, ksl_error *error) {
       (s->linear_layers == 0 || gdn_chunks_run(shape));
   if (!b->long_rows) return KSL_OK;
   const int columns = config->wave_columns, rows = columns / kLongRow;
-  const size_t tiles = divide_up(columns, kFlashRows / group) + rows;
+  // With as many parts again as the device takes at two times.
+  const size_t tiles =
+      divide_up(columns, kFlashRows / group) + rows + 2 * b->device.room.processors;
   const size_t chunks = divide_up(columns, kChunk) + (1 + KSL_MAX_CUTS) * rows;
   const size_t together = kChunkBatch;
   const size_t batch = (chunks < together ? chunks : together) * s->lin_value_heads;
+  b->tile_capacity = static_cast<int>(tiles);
   b->tiles = alloc_many<FlashTile>(b->alloc, tiles);
   b->chunks = alloc_many<ChunkInfo>(b->alloc, chunks);
   b->runs = alloc_many<ChunkRun>(b->alloc, chunks);

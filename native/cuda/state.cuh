@@ -117,7 +117,8 @@ struct Backend {
   int n_rows, n_kept;
   int n_short;  // columns of rows that are not tiled
   FlashTile *tiles;
-  int n_tiles;
+  int n_tiles, tile_capacity;
+  bool tiles_divided;  // some have parts
   ChunkInfo *chunks;
   ChunkRun *runs;
   ChunkBatch *batches;

@@ -4,6 +4,7 @@ weight encoding, and each KV format against its definition."""
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -223,7 +224,7 @@ def test_packed_kv(opened: Opener, shape: str, kv: str, width: int) -> None:
     assert distance(pregate, expected.astype(np.float32)) <= limit
 
 
-@pytest.mark.parametrize("kv", ["fp8", "q4"])
+@pytest.mark.parametrize("kv", ["bf16", "fp8", "q4"])
 def test_long_rows_are_short_ones(opened: Opener, kv: str) -> None:
     """Prompt rows of 64 columns and more, cut anywhere and two in a wave beside a decode row,
     against rows that go token by token."""
@@ -262,6 +263,33 @@ def test_long_rows_are_short_ones(opened: Opener, kv: str) -> None:
         assert distance(rest[name], tap) <= LAYERS_TOLERANCE, f"seed {seed} {name}"
     image = driver.slab_image(0).view("<f4")
     assert distance(image, driver.slab_image(2).view("<f4")) <= LAYERS_TOLERANCE, f"seed {seed}"
+
+
+@pytest.mark.parametrize("kv", ["bf16", "fp8", "q4"])
+def test_few_columns_behind_many_keys(opened: Opener, kv: str) -> None:
+    """Prompt rows whose tiles are too few for a device, so that their keys are divided: alone, and
+    beside one with less behind it, against rows too short for tiles."""
+    seed = secrets.randbits(32)
+    spec = replace(spec_named("27b-heads"), layer_kinds=("full",), mtp_layers=0)
+    tensors = tiny_tensors(spec, tiny_arrays(spec, seed), "f32")
+    driver = opened(spec, tensors, kv=kv, wave_columns=700, blocks=700, blocks_per_slot=170)
+    ids = np.random.default_rng(seed).integers(0, spec.token_limit, 2700).astype(np.int32)
+    name = "layers.0.attn_pregate"
+    streams = [driver.begin(slot) for slot in range(4)]
+    for stream, n in zip(streams, (2500, 300, 2500, 300), strict=True):
+        stream.prefill(ids[:n], [700, 700, 700][: n // 700])
+    rows = [s.row(RowKind.PREFILL, ids[s.position :][:100]) for s in streams[:2]]
+    both = driver.wave(rows, taps=[name]).taps[name].copy()
+    alone = streams[2].run(streams[2].row(RowKind.PREFILL, ids[2500:2564]), [name]).taps[name]
+    assert distance(alone, both[:64]) <= LONG_TOLERANCE, f"seed {seed}"
+    for stream, found in ((streams[2], both[64:100]), (streams[3], both[100:])):
+        parts = [
+            stream.run(stream.row(RowKind.PREFILL, ids[stream.position :][:n]), [name])
+            .taps[name]
+            .copy()
+            for n in ((36,) if stream is streams[2] else (60, 40))
+        ]
+        assert distance(found, np.concatenate(parts)) <= LONG_TOLERANCE, f"seed {seed}"
 
 
 @pytest.mark.parametrize("kv", ["f32", "bf16"])

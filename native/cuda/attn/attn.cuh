@@ -92,10 +92,13 @@ bool attn_tile_runs(Device *device, int format, int head_dim);
 // room: results of a unit and head that `partial` holds, d + 2 floats each.
 void attn_tile(Device *device, TileArgs a, const GateArgs &o, int most_position, int64_t room);
 
-// Long pieces of prompts: tiles of as many columns as have kFlashRows query heads of a KV head.
-constexpr int kFlashRows = 128;
+// Long pieces of prompts: tiles of as many columns as have kFlashRows query heads of a KV head. A
+// tile's keys may be divided into parts, which lie one behind the other.
+constexpr int kFlashRows = 128, kFlashKeys = 64;
 struct FlashTile {
   int32_t column, columns, position, slot;
+  int32_t first, last;  // in tiles of kFlashKeys
+  int32_t part, parts;
 };
 struct FlashArgs {
   KvLayer kv;
@@ -105,10 +108,21 @@ struct FlashArgs {
   const FlashTile *tiles;
   int n_tiles;
   GateArgs gate;
+  // [n_tiles][kv_heads][kFlashRows]: sums of parts, [d] each, greatest scores and their sums; null:
+  // no tile has parts.
+  float *partial;
+  float2 *partial_sums;
 };
+__device__ inline int64_t flash_partial(const FlashArgs &a, int tile, int head) {
+  return (static_cast<int64_t>(tile) * a.kv.kv_heads + head) * kFlashRows;
+}
 // major: compute capability of the device.
 bool attn_flash_runs(int major, int format, int head_dim, int group);
 void attn_flash(Device *device, const FlashArgs &a);
+// How many tiles of keys a part should have, so that the device is done soonest with tiles that are
+// not divided yet; the longest tile's where dividing does not pay. most: parts that there is room
+// for.
+int flash_parts(const FlashTile *tiles, int n, int kv_heads, int processors, int most);
 
 // Joins sums over keys with those of later keys; log2 units. Joined with nothing both stay.
 struct Join {

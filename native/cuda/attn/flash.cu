@@ -2,7 +2,9 @@
 // (columns x the query heads of a KV head) against tiles of 64 keys. Of four warpgroups the first
 // unpacks stored keys into halves in shared memory, the second values, two multiply.
 //
-// Queries, probabilities and unpacked keys are rounded to halves; sums are float32.
+// Queries, probabilities and unpacked keys are rounded to halves; sums are float32. Where tiles are
+// too few for the device, the keys of each are divided: parts leave sums, which join_flash adds in
+// order.
 #include "../common/mma.cuh"
 #include "attn.cuh"
 #include "wgmma.cuh"
@@ -12,15 +14,16 @@ namespace ksl {
 namespace {
 
 constexpr int kDim = 256;
-constexpr int kKeys = 64;
+constexpr int kKeys = kFlashKeys;
 constexpr int kRows = kFlashRows;
 constexpr int kThreads = 512;
 
 // Shared memory. Staged: what a loading thread has asked for and nobody else reads, and the scales
-// of each warp.
+// of each warp; bf16 needs neither.
 template <int kFormat>
 struct Layout {
-  static constexpr int kKPasses = kFormat == KSL_KV_Q4 ? 4 : 8, kVPasses = 8;
+  static constexpr int kKPasses = kFormat == KSL_KV_BF16 ? 0 : (kFormat == KSL_KV_Q4 ? 4 : 8);
+  static constexpr int kVPasses = kFormat == KSL_KV_BF16 ? 0 : 8;
   static constexpr int kQuery = 0, kK = kQuery + kRows * kDim * 2, kV = kK + 2 * kKeys * kDim * 2;
   static constexpr int kKStaged = kV + 2 * kKeys * kDim * 2;
   static constexpr int kVStaged = kKStaged + kKPasses * 128 * 16;
@@ -65,6 +68,15 @@ struct Pages {
     }
   }
 };
+
+// Two bf16 as halves, the nearest and at most the largest.
+__device__ inline uint32_t bf16_halves(uint32_t two) {
+  uint32_t out;
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;"
+      : "=r"(out)
+      : "f"(__uint_as_float(two & 0xffff0000u)), "f"(__uint_as_float(two << 16)));
+  return out;
+}
 
 // A row of kBytes is read by 16 bytes: lane (key % 8, part % 4), so that a warp's stores to a panel
 // fill all banks.
@@ -173,6 +185,35 @@ struct Loader {
     }
   }
   __device__ void unpack_v(uint8_t *to) const { unpack256(L::kVStaged, L::kVScales, to); }
+
+  // Rows of 512 bytes straight to their places; a thread then rounds what it asked for itself.
+  __device__ int place512(int pass, int *key, int *part) const {
+    *key = pass / 2 * 8 + (lane & 7);
+    *part = (pass & 1) * 16 + warp * 4 + (lane >> 3);
+    return (*part >> 3) * kPanel + swizzled(*key, *part & 7);
+  }
+  __device__ void ask512(uint8_t *to, const Place (&place)[4], int offset, int left) const {
+#pragma unroll
+    for (int pass = 0; pass < 16; pass++) {
+      int key, part;
+      const int at = place512(pass, &key, &part);
+      const Place &p = place[pass >> 2];
+      copy_async<16>(to + at,
+                     p.base + offset +
+                         static_cast<int64_t>(p.row + (key & 15) * kv.kv_heads) * 512 + part * 16,
+                     key < left);
+    }
+  }
+  __device__ void round512(uint8_t *to) const {
+#pragma unroll
+    for (int pass = 0; pass < 16; pass++) {
+      int key, part;
+      uint32_t *words = reinterpret_cast<uint32_t *>(to + place512(pass, &key, &part));
+      const uint4 v = *reinterpret_cast<const uint4 *>(words);
+      *reinterpret_cast<uint4 *>(words) =
+          make_uint4(bf16_halves(v.x), bf16_halves(v.y), bf16_halves(v.z), bf16_halves(v.w));
+    }
+  }
 };
 
 // Queries of one multiplying warpgroup, in units that make a power of two the exponential. Dims of
@@ -212,8 +253,7 @@ __device__ inline float quad_sum(float v) {
 }
 
 template <int kFormat>
-__device__ void multiply(const FlashArgs &a, const FlashTile &tile, int head, int tiles,
-                         uint8_t *memory) {
+__device__ void multiply(const FlashArgs &a, const FlashTile &tile, int head, uint8_t *memory) {
   typedef Layout<kFormat> L;
   Barriers *barriers = reinterpret_cast<Barriers *>(memory + L::kBarriers);
   const int thread = threadIdx.x & 127, half = (threadIdx.x >> 7) - 2;
@@ -227,7 +267,7 @@ __device__ void multiply(const FlashArgs &a, const FlashTile &tile, int head, in
   const uint64_t query = matrix_descriptor(base + L::kQuery + half * 8192, 16);
   const uint64_t keys_at = matrix_descriptor(base + L::kK, 16);
   const uint64_t values_at = matrix_descriptor(base + L::kV, kPanel);
-  const int rows = tile.columns * group;
+  const int rows = tile.columns * group, tiles = tile.last - tile.first;
   int limit[2];  // keys that the queries of this lane's two rows see
 #pragma unroll
   for (int r = 0; r < 2; r++) {
@@ -251,7 +291,7 @@ __device__ void multiply(const FlashArgs &a, const FlashTile &tile, int head, in
   };
   // Probabilities of the scores, in place; returns by how much what came before counts less.
   const auto soften = [&](int tile_index, float (&old)[2]) {
-    const int first = tile_index * kKeys;
+    const int first = (tile.first + tile_index) * kKeys;
     if (first + kKeys > whole || first < a.kv.first_key) {
 #pragma unroll
       for (int i = 0; i < kKeys / 2; i++) {
@@ -336,6 +376,17 @@ __device__ void multiply(const FlashArgs &a, const FlashTile &tile, int head, in
     const int row = half * 64 + warp * 16 + g + 8 * r;
     const float sum = quad_sum(total[r]);
     if (row >= rows) continue;
+    if (tile.parts > 1) {
+      const int64_t at = flash_partial(a, blockIdx.x / a.kv.kv_heads, head) + row;
+      if (t == 0) a.partial_sums[at] = make_float2(most[r], sum);
+#pragma unroll
+      for (int i = 0; i < kDim / 8; i++) {
+        const float *two = out[i >> 4] + 4 * (i & 15) + 2 * r;
+        *reinterpret_cast<float2 *>(a.partial + at * kDim + i * 8 + 2 * t) =
+            make_float2(two[0], two[1]);
+      }
+      continue;
+    }
     const float scale = sum > 0 ? 1.0f / sum : 0.0f;  // no key: position 0 of a layer without row 0
     const int column = tile.column + row / group, query_head = head * group + row % group;
 #pragma unroll
@@ -346,25 +397,44 @@ __device__ void multiply(const FlashArgs &a, const FlashTile &tile, int head, in
   }
 }
 
-// The keys or values of all tiles, each asked for when the one before has been unpacked.
+// The keys or values of all tiles, each asked for when the one before has been unpacked; bf16 when
+// there is room for it.
 template <int kFormat, bool kValues>
-__device__ void load_tiles(const FlashArgs &a, const FlashTile &tile, int head, int keys, int tiles,
-                           uint8_t *memory) {
+__device__ void load_tiles(const FlashArgs &a, const FlashTile &tile, int head, uint8_t *memory) {
   typedef Layout<kFormat> L;
   Barriers *barriers = reinterpret_cast<Barriers *>(memory + L::kBarriers);
   uint64_t *full = kValues ? barriers->v_full : barriers->k_full;
   uint64_t *empty = kValues ? barriers->v_empty : barriers->k_empty;
   const int32_t *table = a.kv.tables + static_cast<int64_t>(tile.slot) * a.kv.table_blocks;
+  const int keys = tile.position + tile.columns, tiles = tile.last - tile.first;
   const Pages pages = {a.kv, table, head, keys};
   const int thread = threadIdx.x & 127;
   const Loader<kFormat> loader = {a.kv, memory, thread >> 5, thread & 31, thread};
+  if constexpr (kFormat == KSL_KV_BF16) {
+    for (int i = 0; i < tiles; i++) {
+      const int stage = i & 1;
+      uint8_t *to = memory + (kValues ? L::kV : L::kK) + stage * (kKeys * kDim * 2);
+      Place place[4];
+      pages.find(tile.first + i, place);
+      barrier_wait(&empty[stage], (i >> 1 & 1) ^ 1);
+      loader.ask512(to, place, kValues ? a.kv.v_offset : a.kv.k_offset,
+                    keys - (tile.first + i) * kKeys);
+      copy_commit();
+      copy_wait<0>();
+      loader.round512(to);
+      wgmma_publish();
+      barrier_arrive(&full[stage]);
+    }
+    return;
+  }
   const auto ask = [&](int i) {
     Place place[4];
-    pages.find(i, place);
+    pages.find(tile.first + i, place);
+    const int left = keys - (tile.first + i) * kKeys;
     if (kValues)
-      loader.ask_v(place, keys - i * kKeys);
+      loader.ask_v(place, left);
     else
-      loader.ask_k(place, keys - i * kKeys);
+      loader.ask_k(place, left);
     copy_commit();
   };
   ask(0);
@@ -392,7 +462,6 @@ __global__ void __launch_bounds__(kThreads, 1) flash_kernel(const __grid_constan
   extern __shared__ __align__(1024) uint8_t memory[];
   const int head = blockIdx.x % a.kv.kv_heads;
   const FlashTile tile = a.tiles[blockIdx.x / a.kv.kv_heads];
-  const int keys = tile.position + tile.columns, tiles = (keys + kKeys - 1) / kKeys;
   Barriers *barriers = reinterpret_cast<Barriers *>(memory + Layout<kFormat>::kBarriers);
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2; i++) {
@@ -407,15 +476,43 @@ __global__ void __launch_bounds__(kThreads, 1) flash_kernel(const __grid_constan
   begin_chained();
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 48;");
-    load_tiles<kFormat, false>(a, tile, head, keys, tiles, memory);
+    load_tiles<kFormat, false>(a, tile, head, memory);
   } else if (threadIdx.x < 256) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 48;");
-    load_tiles<kFormat, true>(a, tile, head, keys, tiles, memory);
+    load_tiles<kFormat, true>(a, tile, head, memory);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
-    multiply<kFormat>(a, tile, head, tiles, memory);
+    multiply<kFormat>(a, tile, head, memory);
   }
 #endif
+}
+
+// The parts of a tile in ascending order of keys, then the gate. A block has kJoinRows rows of the
+// tile whose first part is block x, 128 threads a row; other parts have nothing to do.
+constexpr int kJoinRows = 8;
+__global__ void __launch_bounds__(256) join_flash(const __grid_constant__ FlashArgs a) {
+  const FlashTile tile = a.tiles[blockIdx.x];
+  if (tile.part != 0 || tile.parts == 1) return;
+  const int head = blockIdx.y, group = a.heads / a.kv.kv_heads, i = 2 * (threadIdx.x & 127);
+  const int64_t step = static_cast<int64_t>(a.kv.kv_heads) * kRows;
+  begin_chained();
+  for (int row = blockIdx.z * kJoinRows + (threadIdx.x >> 7);
+       row < (blockIdx.z + 1) * kJoinRows && row < tile.columns * group; row += 2) {
+    int64_t at = flash_partial(a, blockIdx.x, head) + row;
+    float most = -INFINITY, total = 0;
+    float2 sum = make_float2(0, 0);
+    for (int p = 0; p < tile.parts; p++, at += step) {
+      const float2 other = a.partial_sums[at];
+      const float2 v = *reinterpret_cast<const float2 *>(a.partial + at * kDim + i);
+      const Join join(most, other.x);
+      total = join.add(total, other.y);
+      sum = make_float2(join.add(sum.x, v.x), join.add(sum.y, v.y));
+      most = join.most;
+    }
+    const float scale = total > 0 ? 1.0f / total : 0.0f;
+    gate_store2(a.gate, tile.column + row / group, head * group + row % group, i, kDim,
+                sum.x * scale, sum.y * scale);
+  }
 }
 
 template <int kFormat>
@@ -429,20 +526,49 @@ void run(Device *device, const FlashArgs &a) {
         "attn_flash");
   launch_chained(device, "attn_flash", flash_kernel<kFormat>, a.n_tiles * a.kv.kv_heads, kThreads,
                  Layout<kFormat>::kAll, a);
+  if (a.partial != nullptr)
+    KSL_CHAIN(device, "attn_flash", join_flash, dim3(a.n_tiles, a.kv.kv_heads, kRows / kJoinRows),
+              256, a);
 }
 
 }  // namespace
 
 bool attn_flash_runs(int major, int format, int head_dim, int group) {
   return major == 9 && head_dim == kDim && group <= kRows &&
-         (format == KSL_KV_Q4 || format == KSL_KV_FP8);
+         (format == KSL_KV_Q4 || format == KSL_KV_FP8 || format == KSL_KV_BF16);
 }
 
 void attn_flash(Device *device, const FlashArgs &a) {
   if (a.format == KSL_KV_Q4)
     run<KSL_KV_Q4>(device, a);
-  else
+  else if (a.format == KSL_KV_FP8)
     run<KSL_KV_FP8>(device, a);
+  else
+    run<KSL_KV_BF16>(device, a);
+}
+
+int flash_parts(const FlashTile *tiles, int n, int kv_heads, int processors, int most) {
+  // What a block does before and after its keys, and joining, in tiles of keys.
+  constexpr int kOpening = 4, kJoining = 4, kMostParts = 64;
+  int longest = 0, best = 1, before = 0;
+  for (int i = 0; i < n; i++)
+    if (tiles[i].last > longest) longest = tiles[i].last;
+  int64_t least = 0;
+  for (int parts = 1; parts <= kMostParts && parts <= longest; parts++) {
+    const int length = divide_up(longest, parts);
+    if (length == before) continue;
+    before = length;
+    int64_t blocks = 0;
+    for (int i = 0; i < n; i++) blocks += divide_up(tiles[i].last, length);
+    if (parts > 1 && blocks > most) break;
+    const int64_t cost =
+        divide_up(blocks * kv_heads, processors) * static_cast<int64_t>(length + kOpening) +
+        (parts > 1 ? kJoining : 0);
+    if (parts > 1 && cost >= least) continue;
+    least = cost;
+    best = length;
+  }
+  return best;
 }
 
 }  // namespace ksl
