@@ -234,11 +234,14 @@ double peak(bool integers) {
 
 // ---- kernels
 
+QuantizedBlock *blocks(int cols, int n) {
+  return (QuantizedBlock *)bytes(sizeof(QuantizedBlock) * (size_t)quantized_blocks(cols) * n);
+}
+
 struct GemmTask {
   const Matrix *w;
   const float *x;
-  const uint8_t *quantized;
-  size_t stride;
+  const QuantizedBlock *quantized;
   int n;
   float *y;
 };
@@ -247,7 +250,7 @@ void gemm_task(void *context, int, int begin, int end) {
   const GemmTask *t = (const GemmTask *)context;
   const int r0 = begin * kPanel, r1 = std::min(end * kPanel, t->w->rows);
   if (t->quantized)
-    kernels->gemm_int(t->w, t->quantized, t->stride, t->n, r0, r1, t->y, (size_t)t->w->rows);
+    kernels->gemm_int(t->w, t->quantized, (size_t)t->n, t->n, r0, r1, t->y, (size_t)t->w->rows);
   else
     kernels->gemm(t->w, t->x, (size_t)t->w->cols, t->n, r0, r1, t->y, (size_t)t->w->rows);
 }
@@ -266,10 +269,10 @@ double gemm_seconds(bool integers, int encoding, int rows, int cols, int n) {
   for (size_t i = 0; i < copies.size(); i++)
     matrix_begin(encoding, rows, cols, storage + i * size, &copies[i]);
   float *x = floats((size_t)cols * n), *y = floats((size_t)rows * n);
-  const size_t stride = quantized_bytes(cols);
-  uint8_t *quantized = bytes(stride * n);
-  for (int c = 0; c < n; c++) kernels->quantize(x + (size_t)c * cols, cols, quantized + c * stride);
-  GemmTask task = {nullptr, x, integers ? quantized : nullptr, stride, n, y};
+  QuantizedBlock *quantized = blocks(cols, n);
+  for (int c = 0; c < n; c++)
+    kernels->quantize(x + (size_t)c * cols, cols, quantized + c, (size_t)n);
+  GemmTask task = {nullptr, x, integers ? quantized : nullptr, n, y};
   const double seconds = median_seconds([&](int i) {
     task.w = &copies[(size_t)i % copies.size()];
     pool_run(pool, (rows + kPanel - 1) / kPanel, 1, gemm_task, &task);
@@ -284,14 +287,13 @@ double gemm_seconds(bool integers, int encoding, int rows, int cols, int n) {
 double quantize_seconds(int cols, int n) {
   struct Task {
     float *x;
-    uint8_t *out;
-    int cols;
-  } task = {floats((size_t)cols * n), bytes(quantized_bytes(cols) * n), cols};
+    QuantizedBlock *out;
+    int cols, n;
+  } task = {floats((size_t)cols * n), blocks(cols, n), cols, n};
   const auto run = [](void *context, int, int begin, int end) {
     const Task *t = (const Task *)context;
     for (int c = begin; c < end; c++)
-      kernels->quantize(t->x + (size_t)c * t->cols, t->cols,
-                        t->out + (size_t)c * quantized_bytes(t->cols));
+      kernels->quantize(t->x + (size_t)c * t->cols, t->cols, t->out + c, (size_t)t->n);
   };
   const double seconds = median_seconds([&](int) { pool_run(pool, n, 1, run, &task); });
   alloc_free(task.x);

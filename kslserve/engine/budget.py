@@ -158,7 +158,7 @@ def quantized_bytes(columns: int) -> int:
     """Bytes of one input of a product in int8: codes, and per 32 a scale and a sum, per 16 a
     sum."""
     padded = -(-columns // 128) * 128
-    return -(-(padded + 8 * padded // 32 + 4 * padded // 16) // 64) * 64
+    return padded + 8 * padded // 32 + 4 * padded // 16
 
 
 def _padded(floats: int) -> int:

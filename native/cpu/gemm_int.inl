@@ -18,7 +18,6 @@ namespace {
 enum {
   kActQuads = kActBlock / 4,
   kActGroups = kActBlock / kGroup,
-  kActBlocks = kScaleBlock / kActBlock,  // in a scale block of the weights
   kChunkColumns = 32 * kIntTileColumns,  // columns that share an expanded block
 };
 
@@ -30,22 +29,12 @@ KSL_STEP void expand_group(const uint8_t *g, U (&w)[4]) {
   w[3] = D::template bytes<3>(g);
 }
 
-// The columns of one product: column c at x + c * stride.
+// The columns of one product.
 struct IntInput {
-  const uint8_t *x;
+  const QuantizedBlock *x;  // of column 0
   size_t stride;
-  QuantizedColumn at;  // of column 0
 
-  const int8_t *codes(int c) const { return at.codes + c * stride; }
-  float scale(int c, int block) const { return moved(at.scales, c)[block]; }
-  int32_t block(int c, int block) const { return moved(at.blocks, c)[block]; }
-  int32_t group(int c, int group) const { return moved(at.groups, c)[group]; }
-
- private:
-  template <class T>
-  T *moved(T *p, int c) const {
-    return (T *)((uint8_t *)p + c * stride);
-  }
+  const QuantizedBlock *at(int block) const { return x + block * stride; }
 };
 
 // ---- few columns
@@ -68,19 +57,18 @@ constexpr int int_chains(int columns) {
 
 // One block of one panel with one scale, groups [first, last) at g.
 template <class D, int C>
-KSL_INLINE void direct_block(const uint8_t *g, const IntInput &in, int first, int last, V scale,
+KSL_INLINE void direct_block(const uint8_t *g, const QuantizedBlock *x, int groups, V scale,
                              V (&total)[C]) {
   constexpr int S = int_chains(C);
   V sum[C];
 #pragma GCC unroll 8
   for (int c = 0; c < C; c++) sum[c] = v_zero();
-  for (int group = first; group < last;) {
-    const int act = group / kActGroups;
-    const int end = group + kActGroups < last ? group + kActGroups : last;
+  for (int group = 0, act = 0; group < groups; act++) {
+    const int end = group + kActGroups < groups ? group + kActGroups : groups;
     I acc[S][C];
 #pragma GCC unroll 8
     for (int c = 0; c < C; c++) {
-      acc[0][c] = i_set1(in.block(c, act));
+      acc[0][c] = i_set1(x[c].blocks[act]);
 #pragma GCC unroll 4
       for (int s = 1; s < S; s++) acc[s][c] = i_set1(0);
     }
@@ -93,14 +81,14 @@ KSL_INLINE void direct_block(const uint8_t *g, const IntInput &in, int first, in
       for (int j = 0; j < 4; j++)
 #pragma GCC unroll 8
         for (int c = 0; c < C; c++)
-          acc[j % S][c] = i_dot_once(acc[j % S][c], w[j], in.codes(c) + group * kGroup + 4 * j);
+          acc[j % S][c] = i_dot_once(acc[j % S][c], w[j], x[c].codes + group * kGroup + 4 * j);
       g += D::kGroupBytes;
     }
 #pragma GCC unroll 8
     for (int c = 0; c < C; c++) {
 #pragma GCC unroll 4
       for (int s = 1; s < S; s++) acc[0][c] = i_add(acc[0][c], acc[s][c]);
-      sum[c] = v_fma(v_of_int(acc[0][c]), v_set1(in.scale(c, act)), sum[c]);
+      sum[c] = v_fma(v_of_int(acc[0][c]), v_set1(x[c].scales[act]), sum[c]);
     }
   }
 #pragma GCC unroll 8
@@ -109,14 +97,13 @@ KSL_INLINE void direct_block(const uint8_t *g, const IntInput &in, int first, in
 
 // The same where every group of every row has a scale.
 template <class D, int C>
-KSL_INLINE void direct_groups(const uint8_t *g, const uint8_t *s, const IntInput &in, int first,
-                              int last, V scale, V (&total)[C]) {
+KSL_INLINE void direct_groups(const uint8_t *g, const uint8_t *s, const QuantizedBlock *x,
+                              int groups, V scale, V (&total)[C]) {
   V sum[C];
 #pragma GCC unroll 8
   for (int c = 0; c < C; c++) sum[c] = v_zero();
-  for (int group = first; group < last;) {
-    const int act = group / kActGroups;
-    const int end = group + kActGroups < last ? group + kActGroups : last;
+  for (int group = 0, act = 0; group < groups; act++) {
+    const int end = group + kActGroups < groups ? group + kActGroups : groups;
     V part[C];
 #pragma GCC unroll 8
     for (int c = 0; c < C; c++) part[c] = v_zero();
@@ -128,17 +115,17 @@ KSL_INLINE void direct_groups(const uint8_t *g, const uint8_t *s, const IntInput
       const V group_scale = D::aux(s);
 #pragma GCC unroll 8
       for (int c = 0; c < C; c++) {
-        I acc = i_set1(in.group(c, group));
+        I acc = i_set1(x[c].groups[group]);
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++)
-          acc = i_dot_once(acc, w[j], in.codes(c) + group * kGroup + 4 * j);
+          acc = i_dot_once(acc, w[j], x[c].codes + group * kGroup + 4 * j);
         part[c] = v_fma(v_of_int(acc), group_scale, part[c]);
       }
       g += D::kGroupBytes;
       s += kPanel;
     }
 #pragma GCC unroll 8
-    for (int c = 0; c < C; c++) sum[c] = v_fma(part[c], v_set1(in.scale(c, act)), sum[c]);
+    for (int c = 0; c < C; c++) sum[c] = v_fma(part[c], v_set1(x[c].scales[act]), sum[c]);
   }
 #pragma GCC unroll 8
   for (int c = 0; c < C; c++) total[c] = v_fma(sum[c], scale, total[c]);
@@ -154,12 +141,12 @@ static void int_direct(const Matrix *w, const IntInput &in, int panel, int end, 
     V total[C];
     for (int c = 0; c < C; c++) total[c] = v_zero();
     for (int first = 0, block = 0; first < view.groups; first += kBlockGroups, block++) {
-      const int last = first + kBlockGroups < view.groups ? first + kBlockGroups : view.groups;
+      const int groups = kBlockGroups < view.groups - first ? kBlockGroups : view.groups - first;
       const V scale = v_set1(block_scale<D>(w, panel, block));
       if constexpr (D::kGroupScales)
-        direct_groups<D, C>(g, s, in, first, last, scale, total);
+        direct_groups<D, C>(g, s, in.at(block), groups, scale, total);
       else
-        direct_block<D, C>(g, in, first, last, scale, total);
+        direct_block<D, C>(g, in.at(block), groups, scale, total);
       g += kBlockGroups * D::kGroupBytes;
       s += kBlockGroups * kPanel;
     }
@@ -178,21 +165,20 @@ static void int_direct(const Matrix *w, const IntInput &in, int panel, int end, 
 // One block of P expanded panels, their quads side by side, times C columns, added to `out`, rows
 // of P panels.
 template <int P, int C>
-static void int_tile(const uint8_t *weights, int quads, const IntInput &in, int column, int block,
-                     const float *scale, bool begin, float *out) {
+static void int_tile(const uint8_t *weights, int quads, const QuantizedBlock *x, const float *scale,
+                     bool begin, float *out) {
   V sum[P][C];
 #pragma GCC unroll 16
   for (int c = 0; c < C; c++)
 #pragma GCC unroll 16
     for (int p = 0; p < P; p++) sum[p][c] = v_zero();
-  const int8_t *x = in.codes(column) + block * kScaleBlock;
-  for (int quad = 0, act = block * kActBlocks; quad < quads; act++) {
+  for (int quad = 0, act = 0; quad < quads; act++) {
     const int end = quad + kActQuads < quads ? quad + kActQuads : quads;
     I acc[P][C];
 #pragma GCC unroll 16
     for (int c = 0; c < C; c++)
 #pragma GCC unroll 16
-      for (int p = 0; p < P; p++) acc[p][c] = i_set1(in.block(column + c, act));
+      for (int p = 0; p < P; p++) acc[p][c] = i_set1(x[c].blocks[act]);
     for (; quad < end; quad++) {
       U w[P];
 #pragma GCC unroll 16
@@ -200,12 +186,11 @@ static void int_tile(const uint8_t *weights, int quads, const IntInput &in, int 
 #pragma GCC unroll 16
       for (int c = 0; c < C; c++)
 #pragma GCC unroll 16
-        for (int p = 0; p < P; p++)
-          acc[p][c] = i_dot(acc[p][c], w[p], x + c * in.stride + 4 * quad);
+        for (int p = 0; p < P; p++) acc[p][c] = i_dot(acc[p][c], w[p], x[c].codes + 4 * quad);
     }
 #pragma GCC unroll 16
     for (int c = 0; c < C; c++) {
-      const V column_scale = v_set1(in.scale(column + c, act));
+      const V column_scale = v_set1(x[c].scales[act]);
 #pragma GCC unroll 16
       for (int p = 0; p < P; p++) sum[p][c] = v_fma(v_of_int(acc[p][c]), column_scale, sum[p][c]);
     }
@@ -223,16 +208,14 @@ static void int_tile(const uint8_t *weights, int quads, const IntInput &in, int 
 // The same where every group of every row has a scale: `scales` per group of each panel.
 template <int P, int C>
 static void int_tile_groups(const uint8_t *weights, int quads, const float *scales,
-                            const IntInput &in, int column, int block, const float *scale,
-                            bool begin, float *out) {
+                            const QuantizedBlock *x, const float *scale, bool begin, float *out) {
   V sum[P][C];
 #pragma GCC unroll 16
   for (int c = 0; c < C; c++)
 #pragma GCC unroll 16
     for (int p = 0; p < P; p++) sum[p][c] = v_zero();
-  const int8_t *x = in.codes(column) + block * kScaleBlock;
   const int groups = quads / 4;
-  for (int group = 0, act = block * kActBlocks; group < groups; act++) {
+  for (int group = 0, act = 0; group < groups; act++) {
     const int end = group + kActGroups < groups ? group + kActGroups : groups;
     V part[P][C];
 #pragma GCC unroll 16
@@ -244,8 +227,7 @@ static void int_tile_groups(const uint8_t *weights, int quads, const float *scal
 #pragma GCC unroll 16
       for (int c = 0; c < C; c++)
 #pragma GCC unroll 16
-        for (int p = 0; p < P; p++)
-          acc[p][c] = i_set1(in.group(column + c, block * kBlockGroups + group));
+        for (int p = 0; p < P; p++) acc[p][c] = i_set1(x[c].groups[group]);
 #pragma GCC unroll 4
       for (int j = 0; j < 4; j++) {
         U w[P];
@@ -255,7 +237,7 @@ static void int_tile_groups(const uint8_t *weights, int quads, const float *scal
         for (int c = 0; c < C; c++)
 #pragma GCC unroll 16
           for (int p = 0; p < P; p++)
-            acc[p][c] = i_dot(acc[p][c], w[p], x + c * in.stride + group * kGroup + 4 * j);
+            acc[p][c] = i_dot(acc[p][c], w[p], x[c].codes + group * kGroup + 4 * j);
       }
 #pragma GCC unroll 16
       for (int p = 0; p < P; p++) {
@@ -267,7 +249,7 @@ static void int_tile_groups(const uint8_t *weights, int quads, const float *scal
     }
 #pragma GCC unroll 16
     for (int c = 0; c < C; c++) {
-      const V column_scale = v_set1(in.scale(column + c, act));
+      const V column_scale = v_set1(x[c].scales[act]);
 #pragma GCC unroll 16
       for (int p = 0; p < P; p++) sum[p][c] = v_fma(part[p][c], column_scale, sum[p][c]);
     }
@@ -305,8 +287,8 @@ KSL_INLINE void fetch_block(const PanelView &view, int panel, int block) {
 }
 
 template <class D, int P>
-KSL_INLINE void int_block(const Matrix *w, const PanelView &view, const IntInput &in, int panel,
-                          int column0, int columns, int block, IntScratch *scratch) {
+KSL_INLINE void int_block(const Matrix *w, const PanelView &view, const QuantizedBlock *x,
+                          int panel, int columns, int block, IntScratch *scratch) {
   const int first = block * kBlockGroups;
   const int last = first + kBlockGroups < view.groups ? first + kBlockGroups : view.groups;
   const int quads = 4 * (last - first);
@@ -332,16 +314,15 @@ KSL_INLINE void int_block(const Matrix *w, const PanelView &view, const IntInput
     fetch_block<D, P>(view, panel + P, 0);
   constexpr int kMost = D::kGroupScales ? (int)kIntGroupColumns : (int)kIntTileColumns;
   int c = 0;
-#define KSL_TILES(C)                                                                            \
-  for (; (C) <= kMost && c + (C) <= columns; c += (C)) {                                        \
-    constexpr int kColumns = (C) <= kMost ? (C) : 1;                                            \
-    float *out = scratch->out + c * P * kPanel;                                                 \
-    if constexpr (D::kGroupScales)                                                              \
-      int_tile_groups<P, kColumns>(scratch->weights, quads, scratch->scales, in, column0 + c,   \
-                                   block, scale, block == 0, out);                              \
-    else                                                                                        \
-      int_tile<P, kColumns>(scratch->weights, quads, in, column0 + c, block, scale, block == 0, \
-                            out);                                                               \
+#define KSL_TILES(C)                                                                       \
+  for (; (C) <= kMost && c + (C) <= columns; c += (C)) {                                   \
+    constexpr int kColumns = (C) <= kMost ? (C) : 1;                                       \
+    float *out = scratch->out + c * P * kPanel;                                            \
+    if constexpr (D::kGroupScales)                                                         \
+      int_tile_groups<P, kColumns>(scratch->weights, quads, scratch->scales, x + c, scale, \
+                                   block == 0, out);                                       \
+    else                                                                                   \
+      int_tile<P, kColumns>(scratch->weights, quads, x + c, scale, block == 0, out);       \
   }
   KSL_TILES(kMost)
   KSL_TILES(8)
@@ -355,7 +336,7 @@ template <class D, int P>
 KSL_INLINE void int_panels(const Matrix *w, const PanelView &view, const IntInput &in, int panel,
                            int column0, int columns, IntScratch *scratch, float *y, size_t ys) {
   for (int block = 0; block * kBlockGroups < view.groups; block++)
-    int_block<D, P>(w, view, in, panel, column0, columns, block, scratch);
+    int_block<D, P>(w, view, in.at(block) + column0, panel, columns, block, scratch);
   const int row = panel * kPanel;
   for (int c = 0; c < columns; c++) {
     for (int p = 0; p < P; p++) {
@@ -424,17 +405,15 @@ static void gemm_int_of(const Matrix *w, const IntInput &in, int n, int r0, int 
   for (int panel = p0; panel < p1; panel++) {
     for (int i = 0; i < parts; i++) {
       const int c = n * i / parts, end = n * (i + 1) / parts;
-      const uint8_t *x = in.x + c * in.stride;
-      const IntInput part = {x, in.stride, quantized_column((uint8_t *)x, w->cols)};
-      int_few<D>(w, part, end - c, panel, panel + 1, y + c * ys, ys);
+      int_few<D>(w, {in.x + c, in.stride}, end - c, panel, panel + 1, y + c * ys, ys);
     }
   }
 }
 
-static void gemm_int(const Matrix *w, const uint8_t *x, size_t xs, int n, int r0, int r1, float *y,
-                     size_t ys) {
+static void gemm_int(const Matrix *w, const QuantizedBlock *x, size_t stride, int n, int r0, int r1,
+                     float *y, size_t ys) {
   if (n <= 0 || r1 <= r0) return;
-  const IntInput in = {x, xs, quantized_column((uint8_t *)x, w->cols)};
+  const IntInput in = {x, stride};
   if (w->encoding == KSL_ENC_E2M3)
     gemm_int_of<DecodeE2m3>(w, in, n, r0, r1, y, ys);
   else if (w->encoding == KSL_ENC_NVFP4)

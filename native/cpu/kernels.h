@@ -35,26 +35,18 @@ static inline bool has_small_integers(const Matrix *w) {
   return w->encoding == KSL_ENC_E2M3 || w->encoding == KSL_ENC_NVFP4;
 }
 
-// One column of activations as int8: code * scale, with one scale per kActBlock columns. Lies in
-// quantized_bytes(n), aligned to 4; beyond n all is zero.
+// kScaleBlock activations of one column of a product as int8: code * scale. What is beyond the end
+// of the column is zero. The same block of all columns lies side by side, aligned, so that a kernel
+// walks through one piece of memory: block b of column c is x[b * stride + c].
 enum { kActBlock = 32 };
-struct QuantizedColumn {
-  int8_t *codes;    // [n up to a multiple of kScaleBlock], in [-127, 127]
-  float *scales;    // per kActBlock columns; NaN where an activation is not finite
-  int32_t *blocks;  // the same: -kOffset times the sum of the codes
-  int32_t *groups;  // per kGroup columns
+struct QuantizedBlock {
+  int8_t codes[kScaleBlock];                // in [-127, 127]
+  float scales[kScaleBlock / kActBlock];    // NaN where an activation is not finite
+  int32_t blocks[kScaleBlock / kActBlock];  // -kOffset times the sum of the codes
+  int32_t groups[kScaleBlock / kGroup];     // the same of kGroup columns
 };
-// An odd number of lines, so that the same block of neighbouring columns lies in different sets of
-// a cache.
-static inline size_t quantized_bytes(int n) {
-  const size_t padded = ((size_t)n + kScaleBlock - 1) / kScaleBlock * kScaleBlock;
-  return ((padded + 8 * padded / kActBlock + 4 * padded / kGroup + 63) / 64 | 1) * 64;
-}
-static inline QuantizedColumn quantized_column(uint8_t *p, int n) {
-  const size_t padded = ((size_t)n + kScaleBlock - 1) / kScaleBlock * kScaleBlock;
-  float *scales = (float *)(p + padded);
-  int32_t *sums = (int32_t *)(scales + padded / kActBlock);
-  return {(int8_t *)p, scales, sums, sums + padded / kActBlock};
+static inline int quantized_blocks(int n) {
+  return (n + kScaleBlock - 1) / kScaleBlock;
 }
 
 enum { kScanColumns = 32, kMaxKeyDim = 256 };
@@ -69,13 +61,14 @@ struct Kernels {
   void (*gemm)(const Matrix *w, const float *x, size_t xs, int n, int r0, int r1, float *y,
                size_t ys);
 
-  // out, of quantized_bytes(n): x rounded to the nearest code, ties to even.
-  void (*quantize)(const float *x, int n, uint8_t *out);
-  // As gemm, for small-integer weights and quantized columns x + c * xs. The order of additions:
+  // The quantized_blocks(n) of a column, `stride` apart: x rounded to the nearest code, ties to
+  // even.
+  void (*quantize)(const float *x, int n, QuantizedBlock *out, size_t stride);
+  // As gemm, for small-integer weights and the quantized columns from x[0]. The order of additions:
   // integers, exactly, within columns that share all scales; then those sums, ascending, within
   // kScaleBlock columns, and then as above.
-  void (*gemm_int)(const Matrix *w, const uint8_t *x, size_t xs, int n, int r0, int r1, float *y,
-                   size_t ys);
+  void (*gemm_int)(const Matrix *w, const QuantizedBlock *x, size_t stride, int n, int r0, int r1,
+                   float *y, size_t ys);
 
   // The norms and the element-wise functions take any n >= 1; out may be an input.
   // out = x * rsqrt(mean(x^2) + eps) * gain[i]; gain already holds 1 + w where the model says so.

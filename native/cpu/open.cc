@@ -147,8 +147,8 @@ int make_scratch(Backend *b, ksl_error *error) {
   float *region = own_floats(b, columns * most);
   const bool floats = b->config->activations == KSL_ACT_FLOAT;
   if (!floats) {
-    const size_t bytes = columns * quantized_bytes(widest_input(spec));
-    b->quantized = static_cast<uint8_t *>(own_bytes(b, bytes));
+    const size_t blocks = columns * quantized_blocks(widest_input(spec));
+    b->quantized = static_cast<QuantizedBlock *>(own_bytes(b, blocks * sizeof(QuantizedBlock)));
   }
 
   b->x = own_floats(b, columns * b->hidden_stride);

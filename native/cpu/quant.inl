@@ -12,10 +12,11 @@ KSL_INLINE int32_t quantize_group(V x, V inverse, int8_t *codes) {
   return (int32_t)v_hsum(q);  // exact: small integers
 }
 
-static void quantize(const float *x, int n, uint8_t *out) {
-  const QuantizedColumn to = quantized_column(out, n);
-  const int padded = (n + kScaleBlock - 1) / kScaleBlock * kScaleBlock;
-  for (int k0 = 0, block = 0; k0 < padded; k0 += kActBlock, block++) {
+static void quantize(const float *x, int n, QuantizedBlock *out, size_t stride) {
+  const int padded = quantized_blocks(n) * kScaleBlock;
+  for (int k0 = 0; k0 < padded; k0 += kActBlock) {
+    QuantizedBlock *to = out + k0 / kScaleBlock * stride;
+    const int at = k0 % kScaleBlock;  // in the block
     const int m = n - k0 < kActBlock ? n - k0 : (int)kActBlock;
     V part[kActBlock / 16];
     V top = v_zero(), rest = v_zero();
@@ -30,17 +31,17 @@ static void quantize(const float *x, int n, uint8_t *out) {
     // What is not finite makes the block a NaN, which no product hides; what is tiny is zero.
     const float most = v_hmax(top), bad = v_hsum(rest);
     const bool usable = bad == 0.0f && most > 0x1p-100f;
-    to.scales[block] = usable ? most * (1.0f / 127.0f) : bad;
+    to->scales[at / kActBlock] = usable ? most * (1.0f / 127.0f) : bad;
     const V inverse = v_set1(usable ? 127.0f / most : 0.0f);
     int32_t sum = 0;
 #pragma GCC unroll 8
     for (int i = 0; i < kActBlock / 16; i++) {
       const V value = bad == 0.0f ? part[i] : v_zero();
-      const int32_t s = quantize_group(value, inverse, to.codes + k0 + 16 * i);
-      to.groups[k0 / 16 + i] = -kOffset * s;
+      const int32_t s = quantize_group(value, inverse, to->codes + at + 16 * i);
+      to->groups[at / kGroup + i] = -kOffset * s;
       sum += s;
     }
-    to.blocks[block] = -kOffset * sum;
+    to->blocks[at / kActBlock] = -kOffset * sum;
   }
 }
 

@@ -33,8 +33,8 @@ void project_task(void *context, int, int begin, int end) {
       const int last = to * kPanel < p->w->rows ? to * kPanel : p->w->rows;
       const Kernels *kernels = t->b->kernels;
       if (t->b->quantized && has_small_integers(p->w)) {
-        kernels->gemm_int(p->w, t->b->quantized, quantized_bytes(p->w->cols), t->columns,
-                          from * kPanel, last, p->y, p->stride);
+        kernels->gemm_int(p->w, t->b->quantized, t->columns, t->columns, from * kPanel, last, p->y,
+                          p->stride);
       } else {
         kernels->gemm(p->w, t->x, t->x_stride, t->columns, from * kPanel, last, p->y, p->stride);
       }
@@ -48,13 +48,13 @@ struct QuantizeTask {
   const float *x;
   size_t stride;
   int n;  // of a column
+  int columns;
 };
 
 void quantize_task(void *context, int, int begin, int end) {
   const QuantizeTask *t = static_cast<const QuantizeTask *>(context);
   for (int c = begin; c < end; c++) {
-    t->b->kernels->quantize(t->x + c * t->stride, t->n,
-                            t->b->quantized + c * quantized_bytes(t->n));
+    t->b->kernels->quantize(t->x + c * t->stride, t->n, t->b->quantized + c, t->columns);
   }
 }
 
@@ -103,7 +103,7 @@ void project(Backend *b, const Projection *projections, int n_projections, const
     quantized |= b->quantized && has_small_integers(projections[i].w);
   }
   if (quantized) {
-    QuantizeTask quantize = {b, x, x_stride, projections[0].w->cols};
+    QuantizeTask quantize = {b, x, x_stride, projections[0].w->cols, columns};
     parallel(b, columns, static_cast<int64_t>(columns) * quantize.n * 2, quantize_task, &quantize);
   }
   const int64_t cost =

@@ -144,12 +144,12 @@ struct Backend {
   float *gate_a, *gate_b, *g, *decay, *beta;  // [columns][value heads]
   float *query_gate, *k, *v, *q, *o;
   float *mlp_gate, *mlp_up;
-  uint8_t *quantized;  // quantized_bytes per column: the input of a product; null: floats only
-  float *mtp_in;       // [columns][2 * hidden]
-  float *chain;        // [columns][hidden], post-norm MTP hidden
-  float *head_in;      // [kHeadBatch][hidden]
-  float *logits;       // [kHeadBatch][vocab]
-  float *partials;     // attention tiles of few columns over many keys
+  QuantizedBlock *quantized;  // the input of a product; null: floats only
+  float *mtp_in;              // [columns][2 * hidden]
+  float *chain;               // [columns][hidden], post-norm MTP hidden
+  float *head_in;             // [kHeadBatch][hidden]
+  float *logits;              // [kHeadBatch][vocab]
+  float *partials;            // attention tiles of few columns over many keys
   int partial_tiles;
   float *zero_hidden;  // [hidden]
   // kept from VERIFY rows: [linear layers][keep_columns][keep_floats]: pre-conv column, decays,

@@ -249,14 +249,19 @@ void test_gemm(const Kernels &k, int encoding, int rows, int cols, int n) {
 // ---- int8 activations
 
 struct Quantized {
-  std::vector<uint8_t> bytes;
-  size_t stride;
+  std::vector<QuantizedBlock> blocks;
+  size_t stride;  // more than the columns, of which nothing else is touched
 
   Quantized(const Kernels &k, const Floats &x, size_t xs, int cols, int n)
-      : bytes(quantized_bytes(cols) * (size_t)n, 0xcd), stride(quantized_bytes(cols)) {
-    for (int c = 0; c < n; c++) k.quantize(&x[c * xs], cols, &bytes[c * stride]);
+      : blocks(((size_t)n + 2) * (size_t)quantized_blocks(cols)), stride((size_t)n + 2) {
+    memset((void *)blocks.data(), 0xcd, blocks.size() * sizeof(QuantizedBlock));
+    for (int c = 0; c < n; c++) k.quantize(&x[c * xs], cols, &blocks[c], stride);
+    for (int b = 0; b < quantized_blocks(cols); b++)
+      check(blocks[b * stride + n].groups[0] == (int32_t)0xcdcdcdcd, "quantize wrote beside it");
   }
-  QuantizedColumn column(int c, int cols) { return quantized_column(&bytes[c * stride], cols); }
+  const QuantizedBlock &of(int c, int i) const { return blocks[i / kScaleBlock * stride + c]; }
+  int code(int c, int i) const { return of(c, i).codes[i % kScaleBlock]; }
+  float scale(int c, int i) const { return of(c, i).scales[i % kScaleBlock / kActBlock]; }
 };
 
 void test_quantize(const Kernels &k, int cols) {
@@ -265,36 +270,37 @@ void test_quantize(const Kernels &k, int cols) {
   for (int i = 0; i < cols; i++)
     if (i / B % 3 == 1) x[i] = (float)(i % 5 ? 0 : uniform() * 1e-35);  // nothing, or near it
   Quantized made(k, x, cols, cols, 1);
-  const QuantizedColumn q = made.column(0, cols);
   for (int b = 0; b < blocks; b++) {
     float most = 0;
     for (int i = B * b; i < cols && i < B * b + B; i++) most = fmaxf(most, fabsf(x[i]));
     int sum = 0;
     for (int i = B * b; i < B * b + B; i++) {
       const double value = i < cols ? x[i] : 0, step = most / 127.0;
-      sum += q.codes[i];
-      check(abs(q.codes[i]) <= 127, "quantize: code %d", q.codes[i]);
+      const int code = made.code(0, i);
+      const float scale = made.scale(0, i);
+      sum += code;
+      check(abs(code) <= 127, "quantize: code %d", code);
       if (most > 1e-30f)
-        check(fabs(q.codes[i] * (double)q.scales[b] - value) <= step * 0.50001,
-              "quantize %d: [%d] is %d times %g, not %g", cols, i, q.codes[i], q.scales[b], value);
+        check(fabs(code * (double)scale - value) <= step * 0.50001,
+              "quantize %d: [%d] is %d times %g, not %g", cols, i, code, scale, value);
       else
-        check(q.codes[i] == 0 && q.scales[b] == 0, "quantize: a block of nothing is %d times %g",
-              q.codes[i], q.scales[b]);
+        check(code == 0 && scale == 0, "quantize: a block of nothing is %d times %g", code, scale);
       if (i % 16 == 15) {
         int part = 0;
-        for (int j = i - 15; j <= i; j++) part += q.codes[j];
-        check(q.groups[i / 16] == -64 * part, "quantize %d: group sum %d", cols, i / 16);
+        for (int j = i - 15; j <= i; j++) part += made.code(0, j);
+        check(made.of(0, i).groups[i % 128 / 16] == -64 * part, "quantize %d: group sum %d", cols,
+              i / 16);
       }
     }
-    check(q.blocks[b] == -64 * sum, "quantize %d: block sum %d", cols, b);
+    check(made.of(0, B * b).blocks[B * b % 128 / B] == -64 * sum, "quantize %d: block sum %d", cols,
+          b);
   }
   for (const float bad : {(float)NAN, (float)INFINITY, (float)-INFINITY}) {
     Floats y = x;
     y[below(cols)] = bad;
     Quantized other(k, y, cols, cols, 1);
-    const QuantizedColumn o = other.column(0, cols);
     int nans = 0;
-    for (int b = 0; b < blocks; b++) nans += o.scales[b] != o.scales[b];
+    for (int b = 0; b < blocks; b++) nans += other.scale(0, B * b) != other.scale(0, B * b);
     check(nans == 1, "quantize: %g gives %d NaN blocks", bad, nans);
   }
 }
@@ -306,13 +312,12 @@ void test_gemm_int(const Kernels &k, int encoding, int rows, int cols, int n) {
   const Floats x = random_floats((size_t)cols * n);
   Quantized q(k, x, cols, cols, n);
   Floats y(ys * n, 7.0f);
-  k.gemm_int(&packed.w, q.bytes.data(), q.stride, n, 0, rows, y.data(), ys);
+  k.gemm_int(&packed.w, q.blocks.data(), q.stride, n, 0, rows, y.data(), ys);
   for (int c = 0; c < n; c++) {
-    const QuantizedColumn column = q.column(c, cols);
     for (int r = 0; r < rows; r++) {
       double sum = 0, size = 0;
       for (int i = 0; i < cols; i++) {
-        const double value = column.codes[i] * (double)column.scales[i / kActBlock];
+        const double value = q.code(c, i) * (double)q.scale(c, i);
         const double term = (double)m.values[(size_t)r * cols + i] * value;
         sum += term;
         size += fabs(term);
@@ -330,7 +335,7 @@ void test_gemm_int(const Kernels &k, int encoding, int rows, int cols, int n) {
       for (int r = 0; r < rows;) {
         int end = r + 16 * (1 + below(4));
         if (end > rows) end = rows;
-        k.gemm_int(&packed.w, &q.bytes[c * q.stride], q.stride, width, r, end, &z[c * ys], ys);
+        k.gemm_int(&packed.w, &q.blocks[c], q.stride, width, r, end, &z[c * ys], ys);
         r = end;
       }
       c += width;
@@ -354,7 +359,7 @@ void test_int_extremes(const Kernels &k, int encoding) {
     Floats row(128), x(128, 1.0f), y(16), z(16);
     if (code % 2) x.assign(128, -1.0f);
     Quantized q(k, x, 128, 128, 1);
-    k.gemm_int(&packed.w, q.bytes.data(), q.stride, 1, 0, 16, y.data(), 16);
+    k.gemm_int(&packed.w, q.blocks.data(), q.stride, 1, 0, 16, y.data(), 16);
     for (int r = 0; r < 16; r++) {
       decode_row(encoding, m.codes.data(), m.scales.data(), m.globals.data(), 16, 128, r,
                  row.data());
