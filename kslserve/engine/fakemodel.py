@@ -58,7 +58,7 @@ class Slot:
     def configure(self, config: SlotConfig | None) -> None:
         self.config = config
         warm = config is not None and config.sampling.temperature > 0.0
-        self.salt = config.seed * 0xD6E8FEB86659FD93 if config is not None and warm else 0
+        self.salt = hash((config.seed, 1)) & CHAIN_MASK if config is not None and warm else 0
         self.stop_ids = frozenset(config.stop_ids) if config else frozenset()
         self.latched = False
         self.mask: Any = None
@@ -87,7 +87,7 @@ class HashModel:
         self.limit = limit
 
     def token(self, slot: Slot, timeline: Timeline) -> int:
-        first = hash((timeline.chain[-1], slot.salt)) % self.limit
+        first = (timeline.chain[-1] ^ slot.salt) % self.limit
         if slot.mask is None:
             return first
         for step in range(self.limit):

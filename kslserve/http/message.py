@@ -188,6 +188,8 @@ class Reply:
                 raise RuntimeError("no stream was started")
         elif self.paused:
             self._pending += data
+        elif data and self._chunked and len(data) < len(_CHUNK_HEADS):
+            self._send(b"".join((_CHUNK_HEADS[len(data)], data, b"\r\n")))
         elif data:
             self._send(self._framed(data))
 
@@ -252,9 +254,7 @@ class Reply:
     def _framed(self, data: bytes) -> bytes:
         if not self._chunked:
             return data
-        size = len(data)
-        head = _CHUNK_HEADS[size] if size < len(_CHUNK_HEADS) else b"%x\r\n" % size
-        return b"%b%b\r\n" % (head, data)
+        return b"%x\r\n%b\r\n" % (len(data), data)
 
     def _head(self, status: int, own: list[Header], headers: Iterable[Header]) -> bytes:
         if self.started:

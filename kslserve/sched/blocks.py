@@ -30,12 +30,12 @@ class Retired:
             self._waiting.append((wave, indices))
         return ()
 
-    def complete(self, wave: int) -> list[int]:
+    def complete(self, wave: int) -> Sequence[int]:
         """Mark every wave up to `wave` complete and return what that frees."""
         if wave > self.completed:
             self.completed = wave
         if not self._waiting:
-            return []
+            return ()
         freed = [i for w, indices in self._waiting if w <= wave for i in indices]
         self._waiting = [entry for entry in self._waiting if entry[0] > wave]
         return freed
@@ -154,8 +154,9 @@ class BlockPool:
     def complete(self, wave: int) -> None:
         """Every wave up to `wave` is complete."""
         freed = self._retired.complete(wave)
-        self.retired -= len(freed)
-        self._free.extend(freed)
+        if freed:
+            self.retired -= len(freed)
+            self._free.extend(freed)
 
     def check(self, held: Iterable[Sequence[int]], cached: Iterable[Sequence[int]] = ()) -> None:
         """Assert that free, retired and held blocks are all blocks, once each; `held` and `cached`

@@ -58,31 +58,38 @@ class Results:
     def _decoded(self, done: Done, sampled: list[int]) -> None:
         """`_rows` of a wave in which all decoded one token, and nothing else happened: nearly every
         one, so there is no call for a row."""
-        roster, outgoing, counted = self._roster, self._outgoing, 0
-        spoken = roster.outbox.spoken
+        outgoing, counted = self._outgoing, 0
+        spoken = self._roster.outbox.spoken
         for sequence, token in zip(outgoing.sequences, sampled, strict=True):
-            if sequence.state is State.ENDED:
-                continue
-            sequence.in_flight -= 1
-            output = sequence.output
-            output.append(token)
-            sequence.computed = position = sequence.computed + 1
             if sequence.mark is not None:
-                if not sequence.in_flight:
-                    roster.end(sequence)
+                self._last_token(sequence, token)
                 continue
             counted += 1
+            sequence.in_flight -= 1
+            sequence.computed = position = sequence.computed + 1
             sequence.rounds += 1
+            output = sequence.output
+            output.append(token)
             spoken.append((sequence, (token,), None))
             if len(output) >= sequence.limit:
                 sequence.mark = (sequence.limit_reason, None)
-                roster.end(sequence)
+                self._roster.end(sequence)
                 continue
             sequence.fed[0] = token
             sequence.row.start = position
             if position >= sequence.room:
                 outgoing.steady = False  # it needs its next block
         self._measure(done, 0, counted, len(sampled), len(sampled))
+
+    def _last_token(self, sequence: Sequence, token: int) -> None:
+        """Of a sequence that is to end: nobody hears of it, but its state has it."""
+        if sequence.state is State.ENDED:
+            return  # by the wave before this one; the engine knew, and did nothing
+        sequence.in_flight -= 1
+        sequence.computed += 1
+        sequence.output.append(token)
+        if not sequence.in_flight:
+            self._roster.end(sequence)
 
     def _rows(self, done: Done) -> None:
         """A wave of any kind."""

@@ -58,7 +58,9 @@ class IndexPool:
 
     def complete(self, wave: int) -> None:
         """Every wave up to `wave` is complete."""
-        self._free.extend(self._retired.complete(wave))
+        freed = self._retired.complete(wave)
+        if freed:
+            self._free.extend(freed)
 
     def check(self, held: Iterable[int]) -> None:
         """Assert that free, retired and held indices are all indices, once each."""

@@ -118,8 +118,24 @@ class Generation:
 
     def tokens(self, ids: Sequence[int], logprobs: Entries | None) -> None:
         """Ids sampled by one wave, the stop id included."""
-        if self._swift and len(ids) == 1 and logprobs is None and self._say_one(ids[0]):
-            return
+        if self._swift and len(ids) == 1 and logprobs is None:
+            # Nearly every token: a piece of visible text and no more.
+            token, usage, detokenizer = ids[0], self.usage, self._detokenizer
+            count = usage.completion_tokens + 1
+            text = None if detokenizer.held else detokenizer.texts.get(token)
+            if (
+                text
+                and token not in self._stop_ids
+                and count < self._max_new_tokens
+                and self._parser.take_text(text)
+            ):
+                usage.completion_tokens = count
+                if self._turn is not None:
+                    self._turn.ids.append(token)
+                    self._turn.text.append(text)
+                assert self.on_text is not None
+                self.on_text(text)
+                return
         if self.ended_at is not None or not ids:
             return
         if len(ids) > 1 and not self._plain:
@@ -189,23 +205,6 @@ class Generation:
         self._finish(events + tail, self._final_reason(reason, stop_string), stop_string)
 
     # ------------------------------------------------------------ helpers
-
-    def _say_one(self, token: int) -> bool:
-        """The common case of `tokens`: True if one token is a piece of visible text and no more."""
-        text = self._detokenizer.known(token)
-        usage = self.usage
-        count = usage.completion_tokens + 1
-        if not text or token in self._stop_ids or count >= self._max_new_tokens:
-            return False
-        if not self._parser.take_text(text):
-            return False
-        usage.completion_tokens = count
-        if self._turn is not None:
-            self._turn.ids.append(token)
-            self._turn.text.append(text)
-        assert self.on_text is not None
-        self.on_text(text)
-        return True
 
     def _say(self, text: str) -> bool:
         """Pass on a piece without making an event of it, if that can be."""
