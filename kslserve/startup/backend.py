@@ -28,7 +28,7 @@ from kslserve.service.turnstore import Kept, TurnStore
 from kslserve.startup.device import free_bytes, open_library, place
 from kslserve.startup.lines import describe, plan_line
 from kslserve.startup.pools import kv_format, plan_pools, trim_heap
-from kslserve.startup.speculation import spec_policy
+from kslserve.startup.speculation import leave_unused_head, spec_policy
 from kslserve.text.bare import BareTokenizer
 from kslserve.text.template import ChatTemplate, bundled
 from kslserve.text.tokenizer import Tokenizer
@@ -60,6 +60,7 @@ def open_backend(settings: Settings, log_line: Callable[[str], None]) -> Backend
     (ModelFileError included) or EngineError with one sentence."""
     model = _open_model(settings, log_line)
     with model:
+        leave_unused_head(settings, model)
         settings = place(settings, model.spec)
         notes = list(model.notes)
         tokenizer = own = _tokenizer(settings, model, notes)

@@ -28,3 +28,15 @@ def test_without_a_tokenizer_there_is_none(tmp_path: Path) -> None:
     )
     assert not backend.grammars.built
     backend.engine.close()
+
+
+@pytest.mark.parametrize("mode", ["off", "ngram", "mtp", "auto"])
+def test_a_head_that_nothing_drafts_with_is_not_held(mode: str) -> None:
+    with_head = mode in ("mtp", "auto")
+    backend = open_backend(Settings(speculation=mode, kv_tokens=256, max_seqs=1), print)
+    try:
+        assert backend.engine.info.has_mtp is with_head
+        assert any("MTP head" in line for line in backend.lines) is with_head
+        assert (backend.drafts is None) is (mode == "off")
+    finally:
+        backend.engine.close()
