@@ -42,6 +42,9 @@ struct BackendOps {
   // the engine; the backend fills flags, position, accepted, proposed, n_tokens, tokens, drafts.
   // KSL_OK, or KSL_FATAL with a text: the engine is then poisoned.
   int (*run)(Backend *backend, const Wave *wave, ksl_done *done, ksl_error *error);
+  // Null, or does what the wave that ran last left for later since nobody waits for it: its records
+  // are out, the wave is not there any more, and the next one has not begun.
+  void (*finish)(Backend *backend);
   void (*close)(Backend *backend);
 };
 

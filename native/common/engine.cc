@@ -178,6 +178,7 @@ void run_wave(ksl_engine *e, RingEntry *entry) {
   }
   push(e, &tail, &end);
   publish(e, tail);
+  if (e->ops->finish != nullptr && !e->poisoned.load()) e->ops->finish(e->backend);
 }
 
 // The next wave, or null when the engine closes.

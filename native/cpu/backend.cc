@@ -190,9 +190,9 @@ int cpu_run(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
       walk(b, b->layers[layer].kind == KSL_LAYER_FULL ? kListFull : kListLinear, layer);
     }
     walk(b, kListOutput, 0);
-    if (b->spec->mtp_layers) mtp_follow(b);
     gdn_commit_kept(b);
     ring_commit_kept(b);
+    if (b->spec->mtp_layers) mtp_follow(b);
     commit_hidden(b);
     if (b->spec->mtp_layers) mtp_propose(b);
   }
@@ -207,7 +207,7 @@ int cpu_run(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
   return KSL_OK;
 }
 
-const BackendOps kCpuOps = {"cpu", cpu_open, cpu_info, cpu_run, cpu_close};
+const BackendOps kCpuOps = {"cpu", cpu_open, cpu_info, cpu_run, mtp_finish, cpu_close};
 
 }  // namespace
 

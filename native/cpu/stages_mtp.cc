@@ -22,6 +22,28 @@ void input_task(void *context, int, int begin, int end) {
   }
 }
 
+// Hidden states and embeddings, normed: what the layer's input is made of.
+void read_columns(Backend *b) {
+  parallel(b, b->batch->n, static_cast<int64_t>(b->batch->n) * b->spec->hidden * 3, input_task, b);
+}
+
+void project_input(Backend *b) {
+  const Projection projection = {&b->mtp_fc, b->x, b->hidden_stride};
+  project(b, &projection, 1, b->mtp_in, b->mtp_stride, b->batch->n);
+}
+
+// Keys and values of the columns that were read.
+void follow_columns(Backend *b) {
+  const int layer = b->spec->layers;
+  project_input(b);
+  b->kv_only = true;
+  stage_in_norm(b, layer);
+  stage_attn_project(b, layer);
+  stage_attn_heads(b, layer);
+  stage_attn_store(b, layer);
+  b->kv_only = false;
+}
+
 struct DraftTask {
   Backend *b;
   const HeadJob *jobs;  // row, step
@@ -82,9 +104,8 @@ int gather_drafts(Backend *b, HeadJob *jobs, int n_before, int step) {
 
 void stage_mtp_input(void *context, int) {
   Backend *b = static_cast<Backend *>(context);
-  parallel(b, b->batch->n, static_cast<int64_t>(b->batch->n) * b->spec->hidden * 3, input_task, b);
-  const Projection projection = {&b->mtp_fc, b->x, b->hidden_stride};
-  project(b, &projection, 1, b->mtp_in, b->mtp_stride, b->batch->n);
+  read_columns(b);
+  project_input(b);
 }
 
 void stage_mtp_norm(void *context, int) {
@@ -114,8 +135,10 @@ void stage_mtp_head(void *context, int) {
 void mtp_follow(Backend *b) {
   const int layer = b->spec->layers;
   Batch *batch = b->batch;
+  bool late = b->wave->n_after == 0;
   for (int r = 0; r < b->n_rows; r++) {
     const RowPlan *row = &b->rows[r];
+    if (row->row->propose > 0) late = false;
     for (int j = 0; j < row->n; j++) {
       const int c = row->column + j;
       if (j) {
@@ -125,18 +148,23 @@ void mtp_follow(Backend *b) {
       }
     }
   }
-  walk(b, kListMtpInput, 0);
   if (b->wave->n_taps && wants_tap(b, "mtp", true)) {
+    walk(b, kListMtpInput, 0);
     walk(b, kListFull, layer);
     walk(b, kListMtpOutput, 0);
     return;
   }
-  b->kv_only = true;
-  stage_in_norm(b, layer);
-  stage_attn_project(b, layer);
-  stage_attn_heads(b, layer);
-  stage_attn_store(b, layer);
-  b->kv_only = false;
+  read_columns(b);
+  if (late)
+    b->mtp_late = true;
+  else
+    follow_columns(b);
+}
+
+void mtp_finish(Backend *b) {
+  if (!b->mtp_late) return;
+  b->mtp_late = false;
+  follow_columns(b);
 }
 
 void mtp_propose(Backend *b) {

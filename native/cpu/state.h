@@ -133,6 +133,7 @@ struct Backend {
   Batch drafts;   // one column per drafting row
   Batch *batch;   // which of them runs
   bool kv_only;   // attention stages stop at keys and values
+  bool mtp_late;  // mtp_in has what the MTP layer is to be given of the last wave's columns
   HeadJob *jobs;  // [wave_columns]
 
   // activation arena; x_stride etc. are multiples of 16
@@ -276,8 +277,10 @@ void draft_logits(Backend *b, int n);
 void stage_mtp_input(void *context, int layer);
 void stage_mtp_norm(void *context, int layer);
 void stage_mtp_head(void *context, int layer);
-// MTP keys and values of the wave's columns, or the whole layer where a tap asks for it.
+// MTP keys and values of the wave's columns, or the whole layer where a tap asks for it. Before the
+// hidden states of slabs move on. Where nothing in this wave reads them, mtp_finish makes them.
 void mtp_follow(Backend *b);
+void mtp_finish(Backend *b);
 // Drafts for the rows that ask for them.
 void mtp_propose(Backend *b);
 

@@ -486,7 +486,7 @@ int cuda_run(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
   return code;
 }
 
-const BackendOps kCudaOps = {"cuda", cuda_open, cuda_info, cuda_run, cuda_close};
+const BackendOps kCudaOps = {"cuda", cuda_open, cuda_info, cuda_run, nullptr, cuda_close};
 
 }  // namespace
 

@@ -127,7 +127,7 @@ void fake_close(Backend *b) {
   script.open--;
 }
 
-const BackendOps kFake = {"fake", fake_open, fake_info, fake_run, fake_close};
+const BackendOps kFake = {"fake", fake_open, fake_info, fake_run, nullptr, fake_close};
 
 }  // namespace
 

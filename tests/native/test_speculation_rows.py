@@ -378,3 +378,42 @@ def test_forced_ids_are_verified_like_sampled_ones(tiny: Driver) -> None:
     other = tiny.begin(1)
     other.prefill(np.concatenate([IDS[:21], ids[:3]]))
     assert stream.images() == other.images()
+
+
+@each_path
+def test_what_is_left_for_later_is_there_when_it_is_read(engines: Engines, isa: str) -> None:
+    """MTP keys and values are made behind the records of a wave, unless it drafts, taps them or
+    copies blocks behind its rows. Whoever looks finds the same."""
+    driver = engines.get(isa, "bf16")
+    size = driver.info.block_bytes
+
+    def images(slot: int, how: str) -> list[bytes]:
+        stream, first = prompted(driver, slot, GREEDY)
+        found, token = [], first
+        for step in range(8):
+            taps = ("mtp_hidden",) if how == "tap" else ()
+            image = np.zeros(size, np.uint8)
+            block = stream.blocks[stream.position // driver.block_tokens]
+            after = [StateOp(OpKind.SAVE_BLOCK, block, data=image)] if how == "after" else []
+            drafts = [int(IDS[step]), 3] if step % 3 == 2 else []
+            kind = RowKind.VERIFY if drafts else RowKind.LAST
+            row = stream.row(
+                kind, [token, *drafts], draft=Draft.GIVEN if drafts else Draft.NONE,
+                propose=2 if how == "propose" else 0,
+            )  # fmt: skip
+            stream.position = driver.wave([row], taps=taps, after=after).rows[0].position
+            token = -1
+            if how != "after":
+                # In the wave that follows at once, before its rows.
+                driver.wave(before=[StateOp(OpKind.SAVE_BLOCK, block, data=image)])
+            used = (stream.position - 1) % driver.block_tokens + 1
+            keys, values = np.split(image.reshape(kv_layers, -1)[-1], 2)
+            sides = [side.reshape(driver.block_tokens, -1)[:used] for side in (keys, values)]
+            found.append(b"".join(side.tobytes() for side in sides))
+        assert len(set(found)) > 1
+        return found
+
+    kv_layers = sum(kind == "full" for kind in driver.spec.layer_kinds) + driver.spec.mtp_layers
+    later = images(0, "later")
+    for slot, how in enumerate(("tap", "after", "propose"), start=1):
+        assert images(slot, how) == later
