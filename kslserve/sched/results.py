@@ -14,7 +14,7 @@ from kslserve.sched.roster import Roster
 from kslserve.sched.sequence import Guide, Sequence, State
 from kslserve.sched.spec.speculator import Speculator
 
-GLANCE_EVERY = 8  # waves of which one is timed while nothing is drafted
+GLANCE_EVERY = 16  # waves of which one is timed while nothing is drafted
 
 
 class Results:

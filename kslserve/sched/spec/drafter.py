@@ -26,7 +26,7 @@ from kslserve.sched.spec.patience import Account, Patience, Trial
 STRONG_LENGTH, STRONG = 12, 0.8  # a match that makes MTP drafts superfluous
 CATCH_UP = 1 + DRAFT_MAX  # more tokens than a wave samples are taken in at once, unasked
 DEEPER_EVERY = 16  # rounds after which a chain is tried one draft deeper
-IDLE_MAX = 3  # waves without drafts after which only some waves are looked at
+IDLE_MAX = 2  # waves without drafts after which only some waves are looked at
 ASLEEP_MAX = 64  # most waves between two looks
 ASLEEP_SHORT = 4  # the same where the text repeats itself, or did before
 GAINED = 8  # accepted drafts that say so
@@ -203,7 +203,6 @@ class Drafter:
         trial = self._trial
         if depth:
             trial.end()
-            self._patience.paid()
             self._deeper += 1
             if self._deeper % DEEPER_EVERY == 0 and depth < most:
                 self.propose = depth + 1

@@ -20,6 +20,7 @@ SHORT, LONG = 3, 8  # tokens that are hashed
 LOOK_BACK = 64  # a match that was looked up is measured up to this length
 SPARSE = 8  # every such place of tokens that come at once is kept
 KNOWN = 1 << 16  # newest places of a long history that are kept
+Hashes = npt.NDArray[np.uint32]
 _FACTOR = 0x9E3779B1
 _MIX = 0x85EBCA6B
 _MASK = 0xFFFFFFFF
@@ -53,8 +54,10 @@ class SuffixIndex:
         self._hash_short = _raw(self._tokens, SHORT)
         self._hash_long = _raw(self._tokens, LONG)
         newest = ids[-KNOWN:]
-        for n, table in ((SHORT, self._short), (LONG, self._long)):
-            hashes = _hashes(newest[:-1], n) >> np.uint32(self._shift)
+        for n, table, hashes in zip(
+            (SHORT, LONG), (self._short, self._long), _hashes(newest[:-1]), strict=True
+        ):
+            hashes >>= np.uint32(self._shift)
             first = len(ids) - len(newest) + n
             # Of equal hashes the last one stays.
             np.frombuffer(table, np.int32)[hashes] = np.arange(first, first + len(hashes))
@@ -123,14 +126,20 @@ class SuffixIndex:
         own.extend(tokens)
         last = len(own)
         self.at = self.length = 0
-        for end in range(max(LONG, last - SPARSE + 1), last):
-            at = self._long[_mix(_raw(own[end - LONG : end], LONG)) >> shift]
+        end = max(LONG, last - SPARSE + 1)
+        value = _raw(own[end - LONG : end], LONG) if end < last else 0
+        while end < last:
+            at = self._long[((value ^ value >> 15) * _MIX & _MASK) >> shift]
             if at:
                 self._try(at + last - end, LONG)
+            leaving = (own[end - LONG] + 1) * _LEAVES_LONG
+            value = (value * _FACTOR + own[end] + 1 - leaving) & _MASK
+            end += 1
         for end in range(max(first, LONG), last, SPARSE):
-            tail = own[end - LONG : end]
-            self._long[_mix(_raw(tail, LONG)) >> shift] = end
-            self._short[_mix(_raw(tail, SHORT)) >> shift] = end
+            head = _raw(own[end - LONG : end - SHORT], LONG - SHORT)
+            tail = _raw(own[end - SHORT : end], SHORT)
+            self._long[_mix((head * _LEAVES_SHORT + tail) & _MASK) >> shift] = end
+            self._short[_mix(tail) >> shift] = end
         self._hash_short, self._hash_long = _raw(own, SHORT), _raw(own, LONG)
         self._look()
 
@@ -211,7 +220,7 @@ class SuffixIndex:
 def _raw(tokens: Items[int], n: int) -> int:
     """The polynomial of the last n tokens, 32 bits; of fewer, where there are no more."""
     value = 0
-    for token in tokens[-n:]:
+    for token in tokens if len(tokens) == n else tokens[-n:]:
         value = (value * _FACTOR + token + 1) & _MASK
     return value
 
@@ -221,13 +230,17 @@ def _mix(raw: int) -> int:
     return (raw ^ raw >> 15) * _MIX & _MASK
 
 
-def _hashes(ids: Ids, n: int) -> npt.NDArray[np.uint32]:
-    """`_mix` and `_raw` at every end from n on, uint32 [len(ids) - n + 1]."""
-    count = len(ids) - n + 1
-    if count < 1:
-        return np.empty(0, np.uint32)
-    words = ids.astype(np.uint32) + np.uint32(1)
-    value = np.zeros(count, np.uint32)
-    for i in range(n):
-        value = value * np.uint32(_FACTOR) + words[i : i + count]
-    return (value ^ value >> np.uint32(15)) * np.uint32(_MIX)
+def _hashes(ids: Ids) -> tuple[Hashes, Hashes]:
+    """`_mix` of `_raw` of SHORT and of LONG tokens at every end that has so many before it. Longer
+    polynomials are made of shorter ones."""
+    word = ids.astype(np.uint32)
+    word += np.uint32(1)
+    two = word[:-1] * np.uint32(_FACTOR) + word[1:]
+    three = two[:-1] * np.uint32(_FACTOR) + word[2:]
+    four = two[:-2] * np.uint32(_FACTOR**2 & _MASK) + two[2:]
+    eight = four[:-4] * np.uint32(_FACTOR**4 & _MASK) + four[4:]
+    return _mixed(three), _mixed(eight)
+
+
+def _mixed(raw: Hashes) -> Hashes:
+    return (raw ^ raw >> np.uint32(15)) * np.uint32(_MIX)

@@ -32,15 +32,12 @@ class Patience:
 
     def gained(self) -> None:
         self.pause = max(self.pause // 2, PAUSE_FIRST)
+        self._every = TRIAL_FIRST
 
     def tried(self, wave: int) -> None:
         """A trial began."""
         self.trial_at = wave + self._every
         self._every = min(2 * self._every, TRIAL_LAST)
-
-    def paid(self) -> None:
-        """MTP drafts are worth making."""
-        self._every = TRIAL_FIRST
 
 
 class Trial:

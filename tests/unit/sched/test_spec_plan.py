@@ -309,7 +309,7 @@ def test_trials_are_made_less_and_less_often() -> None:
     assert gaps == sorted(gaps)
     assert len(starts) <= 8
     # Where drafts pay, they are tried soon again.
-    patience.paid()
+    patience.gained()
     patience.tried(5000)
     assert patience.trial_at == 5000 + TRIAL_FIRST
 
