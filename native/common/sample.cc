@@ -53,11 +53,62 @@ float noise_bound(uint64_t word) {
   return kNoiseBounds.at[rest == 0 ? 52 : __builtin_clzll(rest) - 12];
 }
 
+// Loops over the vocabulary, as vectors of every machine.
+typedef float Quad __attribute__((vector_size(16), aligned(4), may_alias));
+typedef int32_t QuadMask __attribute__((vector_size(16)));
+constexpr int kQuad = 4, kStep = 4 * kQuad;
+
+// The greatest of n values without a NaN; kNone for none.
+float greatest(const float *values, int n) {
+  Quad most[4];
+  for (Quad &lanes : most) lanes = Quad{kNone, kNone, kNone, kNone};
+  int i = 0;
+  for (; i + kStep <= n; i += kStep) {
+    for (int j = 0; j < 4; j++) {
+      const Quad next = *reinterpret_cast<const Quad *>(values + i + kQuad * j);
+      most[j] = next > most[j] ? next : most[j];
+    }
+  }
+  float found = kNone;
+  for (; i < n; i++) found = values[i] > found ? values[i] : found;
+  for (const Quad &lanes : most)
+    for (int j = 0; j < kQuad; j++) found = lanes[j] > found ? lanes[j] : found;
+  return found;
+}
+
 // True if every value is finite or -inf.
-bool usable(const float *logits, int n) {
-  int bad = 0;
-  for (int i = 0; i < n; i++) bad |= !(logits[i] < HUGE_VALF);
-  return bad == 0;
+bool usable(const float *values, int n) {
+  const Quad limit = {HUGE_VALF, HUGE_VALF, HUGE_VALF, HUGE_VALF};
+  QuadMask good = {-1, -1, -1, -1};
+  int i = 0;
+  for (; i + kStep <= n; i += kStep)
+    for (int j = 0; j < 4; j++)
+      good &= *reinterpret_cast<const Quad *>(values + i + kQuad * j) < limit;
+  bool all = (good[0] & good[1] & good[2] & good[3]) != 0;
+  for (; i < n; i++) all &= values[i] < HUGE_VALF;
+  return all;
+}
+
+// Whether one of kStep values is above `limit`.
+bool any_above(const float *values, float limit) {
+  const Quad most = {limit, limit, limit, limit};
+  QuadMask hits = {};
+  for (int j = 0; j < 4; j++) hits |= *reinterpret_cast<const Quad *>(values + kQuad * j) > most;
+  return (hits[0] | hits[1] | hits[2] | hits[3]) != 0;
+}
+
+// The first place of a value that is among them.
+int first_of(const float *values, int n, float value) {
+  const Quad wanted = {value, value, value, value};
+  int i = 0;
+  for (; i + kStep <= n; i += kStep) {
+    QuadMask hits = {};
+    for (int j = 0; j < 4; j++)
+      hits |= *reinterpret_cast<const Quad *>(values + i + kQuad * j) == wanted;
+    if ((hits[0] | hits[1] | hits[2] | hits[3]) != 0) break;
+  }
+  while (values[i] != value) i++;
+  return i;
 }
 
 // Counts one more output of `id`, as a draft; true if the id was not seen before.
@@ -116,6 +167,10 @@ int select_top(const float *logits, int vocab, int k, int32_t *ids) {
     // A heap whose root is the worst kept. A later id never displaces an equal earlier one.
     float worst = kNone;
     for (int32_t i = 0; i < vocab; i++) {
+      if (i % kStep == 0 && i + kStep <= vocab && !any_above(logits + i, worst)) {
+        i += kStep - 1;
+        continue;
+      }
       if (!(logits[i] > worst)) continue;
       if (n == k) {
         std::pop_heap(ids, ids + n, better);
@@ -244,27 +299,35 @@ int32_t choose(const SlotState *slot, const float *logits, int vocab, float most
   return chooser.id;
 }
 
-bool sample_logits(SlotState *slot, const float *raw, int vocab, int token_limit, int64_t position,
-                   const int32_t *drafts, int n_drafts, SampleScratch *scratch, float *adjusted,
-                   int32_t *id, double *lead) {
-  if (!usable(raw, vocab)) return false;
+// The logits that are sampled from: the raw ones where nothing changes them, else a copy in
+// `scratch`; null for bad ones. Only [0, token_limit) counts.
+const float *adjusted_logits(SlotState *slot, const float *raw, int vocab, int token_limit,
+                             const int32_t *drafts, int n_drafts, SampleScratch *scratch,
+                             float *adjusted) {
+  if (!usable(raw, vocab)) return nullptr;
+  if (!slot->use_counts && slot->n_bias == 0 && !slot->has_mask && adjusted == nullptr) return raw;
   float *logits = scratch->logits;
   adjust(slot, raw, vocab, drafts, n_drafts, logits);
   if (adjusted != nullptr) memcpy(adjusted, logits, static_cast<size_t>(vocab) * sizeof(float));
   if (slot->has_mask) apply_mask(slot->mask, logits, vocab);
-  for (int i = token_limit; i < vocab; i++) logits[i] = kNone;
-  float most = kNone;
-  for (int i = 0; i < token_limit; i++) most = logits[i] > most ? logits[i] : most;
   // Penalties can push a finite logit to an infinity.
-  if (!(most > kNone) || !usable(logits, token_limit)) return false;
+  return usable(logits, token_limit) ? logits : nullptr;
+}
+
+bool sample_logits(SlotState *slot, const float *raw, int vocab, int token_limit, int64_t position,
+                   const int32_t *drafts, int n_drafts, SampleScratch *scratch, float *adjusted,
+                   int32_t *id, double *lead) {
+  const float *logits =
+      adjusted_logits(slot, raw, vocab, token_limit, drafts, n_drafts, scratch, adjusted);
+  if (logits == nullptr) return false;
+  const float most = greatest(logits, token_limit);
+  if (!(most > kNone)) return false;
   if (slot->temperature == 0) {
-    int32_t first = 0;
-    while (logits[first] != most) first++;
+    const int32_t first = first_of(logits, token_limit, most);
     *id = first;
     if (lead != nullptr) {
-      float second = kNone;
-      for (int i = 0; i < token_limit; i++)
-        second = i != first && logits[i] > second ? logits[i] : second;
+      const float second =
+          std::max(greatest(logits, first), greatest(logits + first + 1, token_limit - first - 1));
       *lead = static_cast<double>(most) - static_cast<double>(second);
     }
     return true;
@@ -440,8 +503,7 @@ bool slot_commit(SlotState *slot, int32_t id) {
 }
 
 void logprobs_of(const float *logits, int vocab, int32_t id, int top_n, ksl_logprob *out) {
-  float most = kNone;
-  for (int i = 0; i < vocab; i++) most = logits[i] > most ? logits[i] : most;
+  const float most = greatest(logits, vocab);
   // Four partial sums in a fixed order: the same bits on every machine, and no long chain of adds.
   double sums[4] = {0, 0, 0, 0};
   for (int i = 0; i < vocab; i++) sums[i & 3] += static_cast<double>(exp_f32(logits[i] - most));

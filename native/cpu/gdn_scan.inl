@@ -165,11 +165,12 @@ KSL_INLINE void replay_rows(const float *k, size_t k_stride, const float *d, siz
     for (int j = 0; j < N; j++) scan_store(state + r * dv, s[r][j], j, nv);
 }
 
+// As many rows as registers hold.
 template <int N>
 static void replay(const float *k, size_t k_stride, const float *d, size_t d_stride,
                    const float *decay, size_t g_stride, int n, int dk, size_t dv, int nv,
                    float *state) {
-  enum { R = 4 };
+  enum { R = N > 2 ? 2 : 4 };
   int i = 0;
   for (; i + R <= dk; i += R)
     replay_rows<N, R>(k + i, k_stride, d, d_stride, decay, g_stride, n, dv, nv, state + i * dv);
@@ -180,10 +181,14 @@ static void replay(const float *k, size_t k_stride, const float *d, size_t d_str
 static void delta_replay(const float *k, size_t k_stride, const float *d, size_t d_stride,
                          const float *decay, size_t g_stride, int n, int dk, size_t dv, int nv,
                          float *state) {
-  if (nv <= 16)
-    replay<1>(k, k_stride, d, d_stride, decay, g_stride, n, dk, dv, nv, state);
-  else
-    replay<2>(k, k_stride, d, d_stride, decay, g_stride, n, dk, dv, nv, state);
+  int c = 0;
+  for (; c + 16 * kStepVectors <= nv; c += 16 * kStepVectors)
+    replay<kStepVectors>(k, k_stride, d + c, d_stride, decay, g_stride, n, dk, dv,
+                         16 * kStepVectors, state + c);
+  for (; c + 16 < nv; c += kScanColumns)
+    replay<2>(k, k_stride, d + c, d_stride, decay, g_stride, n, dk, dv, nv - c, state + c);
+  if (c < nv)
+    replay<1>(k, k_stride, d + c, d_stride, decay, g_stride, n, dk, dv, nv - c, state + c);
 }
 
 static void delta_step(const float *q, const float *k, const float *v, float *out, float decay,

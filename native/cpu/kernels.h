@@ -101,7 +101,7 @@ struct Kernels {
                      float *delta, size_t delta_stride, int n_cuts, const int *cut_at,
                      float *const *cut_state);
   // What the scan does to the state, from the corrections that it left: bit for bit, at a fraction
-  // of its cost. n may be any number of its first tokens.
+  // of its cost. n may be any number of its first tokens, nv any number of columns.
   void (*delta_replay)(const float *k, size_t k_stride, const float *delta, size_t delta_stride,
                        const float *decay, size_t g_stride, int n, int dk, size_t dv, int nv,
                        float *state);

@@ -104,7 +104,8 @@ void project(Backend *b, const Projection *projections, int n_projections, const
   }
   if (quantized) {
     QuantizeTask quantize = {b, x, x_stride, projections[0].w->cols, columns};
-    parallel(b, columns, static_cast<int64_t>(columns) * quantize.n * 2, quantize_task, &quantize);
+    parallel(b, columns, static_cast<int64_t>(columns) * quantize.n * kQuantizeCost, quantize_task,
+             &quantize);
   }
   const int64_t cost =
       static_cast<int64_t>(panels) * kPanel * projections[0].w->cols * (columns + 1) / 2;

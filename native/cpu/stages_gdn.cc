@@ -57,19 +57,19 @@ void convolve(const Backend *b, const LinearWeights *w, const float *columns, si
 }
 
 // Items are blocks of channels; each takes all rows, so that nobody else reads the history it
-// writes.
+// writes. Blocks of a row follow each other, as its history lies in memory.
 void conv_task(void *context, int, int begin, int end) {
   const LayerTask *t = static_cast<const LayerTask *>(context);
   Backend *b = t->b;
   const int channels = b->spec->conv_channels;
-  for (int i = begin; i < end; i++) {
-    const int c0 = i * kConvChannels;
-    const int width = channels - c0 < kConvChannels ? channels - c0 : kConvChannels;
-    for (int r = 0; r < b->n_rows; r++) {
-      const RowPlan *row = &b->rows[r];
-      if (!row->n) continue;
-      const float *columns = b->qkv + row->column * b->conv_stride;
-      float *history = slab_history(b, row->slab, t->linear);
+  for (int r = 0; r < b->n_rows; r++) {
+    const RowPlan *row = &b->rows[r];
+    if (!row->n) continue;
+    const float *columns = b->qkv + row->column * b->conv_stride;
+    float *history = slab_history(b, row->slab, t->linear);
+    for (int i = begin; i < end; i++) {
+      const int c0 = i * kConvChannels;
+      const int width = channels - c0 < kConvChannels ? channels - c0 : kConvChannels;
       for (int j = 0; j < row->n; j++) {
         convolve(b, t->w, columns, b->conv_stride, history, j, c0, width,
                  b->conv + (row->column + j) * b->conv_stride);
@@ -250,9 +250,10 @@ void commit_task(void *context, int, int begin, int end) {
   Backend *b = static_cast<Backend *>(context);
   const ModelSpec *s = b->spec;
   const int blocks = scan_blocks(s);
-  for (int i = begin; i < end; i++) {
+  for (int i = begin, taken; i < end; i += taken) {
     const int linear = i / blocks;
-    const ScanBlock block = scan_block(s, i % blocks);
+    const ScanBlock block = scan_block(s, i % blocks, end - i);
+    taken = (block.width + kScanColumns - 1) / kScanColumns;
     for (int r = 0; r < b->n_rows; r++) {
       const RowPlan *row = &b->rows[r];
       if (row->keep < 0) continue;
@@ -287,7 +288,7 @@ void stage_gdn_conv(void *context, int layer) {
   LayerTask task = {b, &b->layers[layer].linear, b->layers[layer].index};
   const int channels = b->spec->conv_channels;
   parallel(b, (channels + kConvChannels - 1) / kConvChannels,
-           static_cast<int64_t>(b->batch->n) * channels * 4, conv_task, &task);
+           static_cast<int64_t>(b->batch->n) * channels * kConvCost, conv_task, &task);
 }
 
 void stage_gdn_unit(void *context, int) {
@@ -314,7 +315,7 @@ void stage_gdn_scan(void *context, int layer) {
 void stage_gdn_gated_norm(void *context, int layer) {
   Backend *b = static_cast<Backend *>(context);
   NormTask task = {b, b->layers[layer].linear.norm};
-  parallel(b, b->batch->n, static_cast<int64_t>(b->batch->n) * b->spec->v_width * 4,
+  parallel(b, b->batch->n, static_cast<int64_t>(b->batch->n) * b->spec->v_width * kGateCost,
            gated_norm_task, &task);
 }
 

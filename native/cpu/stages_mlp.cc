@@ -25,8 +25,8 @@ void stage_mlp_project(void *context, int layer) {
 
 void stage_mlp_act(void *context, int) {
   Backend *b = static_cast<Backend *>(context);
-  parallel(b, b->batch->n, static_cast<int64_t>(b->batch->n) * b->spec->intermediate * 4, act_task,
-           b);
+  parallel(b, b->batch->n, static_cast<int64_t>(b->batch->n) * b->spec->intermediate * kGateCost,
+           act_task, b);
 }
 
 void stage_mlp_down(void *context, int layer) {

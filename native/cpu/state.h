@@ -14,6 +14,10 @@ enum {
   kConvChannels = 512,  // channels of one convolution task
   kHeadBatch = 32,      // columns whose logits exist at one time
   kConvTaps = 4,
+  // Of an element, in the unit of parallel(): a sixteenth of a cycle.
+  kQuantizeCost = 12,
+  kGateCost = 24,
+  kConvCost = 48,
   kHistory = kConvTaps - 1,
   kKvPlanes = 4,         // K values, K scales, V values, V scales
   kMinBlockTokens = 16,  // the smallest block (budget.cc)
@@ -173,8 +177,8 @@ int load_weights(Backend *b, const TensorTable *tensors, ksl_error *error);
 
 // ---- parallel work
 
-// `cost` is about the multiply-adds of the whole; small work runs in the caller, since waking a
-// worker costs more.
+// `cost` is about the multiply-adds of the whole, sixteen of which take a cycle; small work runs in
+// the caller, since waking a worker costs more.
 void parallel(Backend *b, int n, int64_t cost, PoolTask task, void *context);
 
 // y = x Wᵀ for up to four matrices that read the same input.
