@@ -346,6 +346,6 @@ def _sched_limits(settings: Settings, backend: Backend) -> SchedLimits:
         context=backend.model.context,
         cache=cache,
         submit_ahead=info.ring_depth > 1,
-        idle_return_s=settings.idle_return_s,
+        idle_return_s=backend.idle_return_s,
         spec=backend.drafts,
     )

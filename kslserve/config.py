@@ -109,7 +109,8 @@ class Settings:
     )  # fmt: skip
     idle_return_s: float = _s(
         30.0, "float", "idle time after which the machine's memory of unused blocks and slabs goes "
-        "back to the system; 0: never", low=0,
+        "back to the system, and, with --prefix-cache-dir, that of checkpoints after 20 times as "
+        "long; 0: never", low=0,
     )  # fmt: skip
     wave_columns: int = _s(
         AUTO, "int", "prompt columns of a wave; auto: 512, on CUDA 2048", low=16, high=65536,

@@ -3,7 +3,11 @@
 An engine in the machine's own memory takes pages as slabs and blocks are first used and would keep
 them. When nothing ran for a while, it is told to give up those that nobody holds, sequence or
 checkpoint, so that a server in the background stays small. Whoever uses them next pays for new
-pages, which is little beside computing what goes into them."""
+pages, which is little beside computing what goes into them.
+
+Where there is a disk tier, checkpoints do not hold their pages for ever either: when nothing ran
+for much longer, those worth a file get one, and then they leave memory. The next turn of such a
+conversation reads its file, as after a restart."""
 
 from __future__ import annotations
 
@@ -11,51 +15,84 @@ from collections.abc import Callable
 
 from kslserve.engine.types import OpKind, StateOp
 from kslserve.sched.blocks import ranges
+from kslserve.sched.cache.manager import PrefixCache
 from kslserve.sched.deadlines import CallLater, Timer
 from kslserve.sched.memory import Memory
 
+AGED = 20  # pauses of `after_s` after which checkpoints leave memory
+
 
 class IdleMemory:
-    """after_s: how long nothing must run; 0: never. send: submits ops alone; False if it could
-    not."""
+    """after_s: how long nothing must run; 0: never. send: submits ops alone; False if it could not.
+    wake: asks for a turn, which carries what the cache copies."""
 
-    __slots__ = ("_after_s", "_call_later", "_memory", "_send", "_timer")
+    __slots__ = (
+        "_after_s", "_cache", "_call_later", "_done", "_memory", "_pauses", "_send", "_timer",
+        "_wake",
+    )  # fmt: skip
 
     def __init__(
         self,
         memory: Memory,
+        cache: PrefixCache,
         after_s: float,
         call_later: CallLater,
         send: Callable[[list[StateOp]], bool],
+        wake: Callable[[], None],
     ) -> None:
         self._memory = memory
+        self._cache = cache
         self._after_s = after_s
         self._call_later = call_later
         self._send = send
+        self._wake = wake
         self._timer: Timer | None = None
+        self._pauses = 0  # since a sequence lived
+        self._done = True  # nothing is left to give back until one does
 
-    def note(self, quiet: bool) -> None:
-        """After every turn: whether nothing runs."""
-        if not quiet:
-            self.stop()
-        elif self._timer is None and self._after_s and self._touched():
+    def busy(self) -> None:
+        """A sequence lives."""
+        if self._pauses:
+            self._pauses = 0
+            self._cache.tiers.flushing = False
+        self._done = False
+        self.stop()
+
+    def quiet(self) -> None:
+        """After a turn: nothing lives and nothing is in flight."""
+        if self._timer is None and self._after_s and not self._done:
             self._timer = self._call_later(self._after_s, self._fire)
 
     def stop(self) -> None:
+        """Nothing lives, and a wave is in flight; or nothing is to come any more."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _touched(self) -> bool:
-        return bool(self._memory.slabs.touched or self._memory.blocks.touched)
-
     def _fire(self) -> None:
-        """Nothing ran all the while, or `note` would have stopped the timer."""
+        """Nothing ran all the while, or `busy` would have stopped the timer."""
         self._timer = None
+        self._pauses += 1
+        ages = self._cache.can_age
+        if ages and self._pauses >= AGED:
+            if self._cache.age():
+                self._wake()
+                return
+            ages = False
+        self._done = self._drop() and not ages
+        if not self._done:
+            self._wake()  # and wait for the next pause
+
+    def _drop(self) -> bool:
+        """Give up what nobody holds; False if the engine did not take that."""
         slabs, blocks = self._memory.slabs, self._memory.blocks
         idle = slabs.idle(), blocks.idle()
         ops = [StateOp(OpKind.DROP_SLABS, *part) for part in ranges(idle[0])]
         ops += [StateOp(OpKind.DROP_BLOCKS, *part) for part in ranges(idle[1])]
-        if ops and self._send(ops):
-            slabs.touched -= idle[0]
-            blocks.touched -= idle[1]
+        if not ops:
+            return True
+        if not self._send(ops):
+            return False
+        slabs.touched -= idle[0]
+        blocks.touched -= idle[1]
+        return True

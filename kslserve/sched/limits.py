@@ -25,7 +25,7 @@ class SchedLimits:
     wave_columns: prompt columns of a wave. A timeout of 0 is none. context: tokens of a
     sequence. cache: None for no prefix cache. submit_ahead: keep a second wave in the engine's
     ring, while nothing drafts. spec: None for no speculation. idle_return_s: when unused memory
-    goes back to the system; 0: never."""
+    goes back to the system, and the step in which checkpoints age (idle.py); 0: never."""
 
     max_seqs: int
     max_queue: int

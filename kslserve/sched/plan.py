@@ -33,9 +33,10 @@ def share(prompt_left: Sequence[int], last_served: Sequence[int], budget: Budget
 
     prompt_left: prompt positions to compute, 0 for a decoding sequence. Sequences come in order of
     admission. last_served: wave in which each last had a row; where not all decoding sequences fit,
-    those that waited longest go first. Of two or more prompts the oldest gets at least half of the
-    prompt columns and the shortest ones the rest, so that a short request passes a long prefill and
-    the long one still advances.
+    those that waited longest go first. Prompts are computed one after the other, the oldest first,
+    since side by side all would have their first token when the last one has it. Only those that
+    are less than half as long as what is left of the oldest share its waves, up to half of each:
+    so a short request passes a long prefill, and the long one still advances.
     """
     grants = [0] * len(prompt_left)
     decoding = [i for i, left in enumerate(prompt_left) if not left]
@@ -48,14 +49,18 @@ def share(prompt_left: Sequence[int], last_served: Sequence[int], budget: Budget
     room = min(budget.prompt, budget.columns - len(decoding))
     if not prompts or room <= 0:
         return grants
-    oldest, others = prompts[0], prompts[1:]
-    if others:
-        rest = room - min(prompt_left[oldest], -(-room // 2))
-        for i in sorted(others, key=lambda i: prompt_left[i]):
-            grants[i] = min(prompt_left[i], rest)
-            rest -= grants[i]
-        room = room - sum(grants[i] for i in others)
-    grants[oldest] = min(prompt_left[oldest], room)
+    oldest = prompts[0]
+    others = sorted(prompts[1:], key=lambda i: prompt_left[i])
+    passing = room // 2
+    for i in others:
+        if 2 * prompt_left[i] < prompt_left[oldest]:
+            grants[i] = min(prompt_left[i], passing)
+            passing -= grants[i]
+            room -= grants[i]
+    for i in (oldest, *others):
+        more = min(prompt_left[i] - grants[i], room)
+        grants[i] += more
+        room -= more
     return grants
 
 

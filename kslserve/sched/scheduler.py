@@ -94,7 +94,12 @@ class Scheduler:
             self._call_turn, self._mask_ready, self._die,
         )  # fmt: skip
         self._idle_memory = IdleMemory(
-            memory, limits.idle_return_s, self._call_later, self._flights.send_ops
+            memory,
+            cache,
+            limits.idle_return_s,
+            self._call_later,
+            self._flights.send_ops,
+            self._call_turn,
         )
         self._numbers = 0
         self._turn_timer: Timer | None = None
@@ -251,21 +256,25 @@ class Scheduler:
         if self._turn_timer is not None:
             self._turn_timer.cancel()
             self._turn_timer = None
-        flights = self._flights
+        flights, roster = self._flights, self._roster
         if self._clock() >= self._deadlines.due:
-            self._roster.expire()
+            roster.expire()
         if not flights.count:
             flights.advance()
         if flights.count == 1 and self._limits.submit_ahead:
             flights.run_ahead()
-        self._roster.outbox.tell()
+        roster.outbox.tell()
         if self._idle_waiters and self.idle:
             for waiter in self._idle_waiters:
                 if not waiter.done():
                     waiter.set_result(None)
             self._idle_waiters.clear()
-        if not self._closed and self._fatal is None:
-            self._idle_memory.note(self.idle)
+        if roster.queue or roster.running:
+            self._idle_memory.busy()
+        elif flights.count or not roster.outbox.empty or self._fatal is not None or self._closed:
+            self._idle_memory.stop()
+        else:
+            self._idle_memory.quiet()
 
     def _call_turn(self, delay_s: float = 0.0) -> None:
         """A turn soon; requests that arrive together then share a wave."""

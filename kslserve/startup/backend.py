@@ -39,8 +39,8 @@ FALLBACK_TEMPLATE = "3.5"
 @dataclass(frozen=True, slots=True)
 class Backend:
     """Everything that serving needs and that takes time to make. drafts: None for no speculation.
-    disk, scan, turns, kept: the disk tier and what it holds, where there is one. lines: for the
-    start message."""
+    disk, scan, turns, kept: the disk tier and what it holds, where there is one. idle_return_s: 0
+    where the memory is not the machine's. lines: for the start message."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -52,6 +52,7 @@ class Backend:
     scan: Scan | None
     turns: TurnStore | None
     kept: list[Kept]
+    idle_return_s: float
     lines: tuple[str, ...]
 
 
@@ -108,8 +109,9 @@ def open_backend(settings: Settings, log_line: Callable[[str], None]) -> Backend
             kept = turns.load()
     trim_heap()
     return Backend(
-        engine, tokenizer, template, served, grammars, drafts, disk, scan, turns, kept, lines
-    )
+        engine, tokenizer, template, served, grammars, drafts, disk, scan, turns, kept,
+        0.0 if settings.device == "cuda" else settings.idle_return_s, lines,
+    )  # fmt: skip
 
 
 def _tokenizer(settings: Settings, model: ModelFile, notes: list[str]) -> Tokenizer:

@@ -301,6 +301,27 @@ def test_decoding_never_waits_longer_than_one_wave_beside_a_long_prompt() -> Non
     world.check_all_free()
 
 
+@pytest.mark.parametrize(("count", "prompt"), [(4, 200), (8, 96), (8, 240)])
+def test_first_tokens_of_queued_prompts_come_one_by_one(count: int, prompt: int) -> None:
+    """Prompts that came at the same moment are not computed side by side until all are done at
+    once: the k-th first token is there when k prompts are computed."""
+    sizes = replace(SIZES, slots=8, slabs=8, blocks=160)
+    world = World(sizes, limits={"max_queue": 64})
+    first: list[float] = []
+
+    def hook(event: str, recorder: Recorder) -> None:
+        if event == "tokens" and len(recorder.ids) == 1:
+            first.append(world.clock.now())
+
+    for seed in range(count):
+        world.submit(job(prompt, 2, seed=seed), hook)
+    world.run()
+    assert len(first) == count
+    for k, at in enumerate(first, start=1):
+        assert at <= first[-1] * (k + 0.25) / count, (k, first)
+    world.check_all_free()
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_bounded_wait(seed: int) -> None:
     """Ageing: a request waits at most for the work that was ahead of it when it came, and for

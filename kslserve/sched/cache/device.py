@@ -114,9 +114,9 @@ class DeviceTier:
         if not checkpoint.stored:
             self._index.detach(checkpoint.node)
 
-    def clear(self) -> None:
-        """Evict what is not in use."""
-        for checkpoint in [c for c in self.held if not c.pins]:
+    def clear(self, stays: Callable[[Checkpoint], bool] = lambda checkpoint: False) -> None:
+        """Evict what is not in use, but for what `stays`."""
+        for checkpoint in [c for c in self.held if not (c.pins or stays(c))]:
             self.evict(checkpoint)
 
     def is_tight(self) -> bool:

@@ -17,7 +17,7 @@ from kslserve.sched.cache.device import DeviceTier
 from kslserve.sched.cache.index import Match, Node, RadixIndex
 from kslserve.sched.cache.saves import CachePolicy, save_points
 from kslserve.sched.cache.tiers import Tiers
-from kslserve.sched.cache.value import Score, value
+from kslserve.sched.cache.value import Score, lasting, value
 from kslserve.sched.limits import CacheSnapshot
 from kslserve.sched.memory import Memory
 from kslserve.sched.sequence import Sequence
@@ -140,6 +140,33 @@ class PrefixCache:
         self.tiers.clear()
         while self._recent:
             self.index.release(self._recent.popleft())
+
+    # ------------------------------------------------------------ growing old
+
+    @property
+    def can_age(self) -> bool:
+        """There is a disk tier, and something in memory that it could hold."""
+        return self.tiers.disk is not None and bool(self.device.held or len(self.tiers.host))
+
+    def age(self) -> bool:
+        """Nothing was asked for in a long time: write what is worth a file, a part in each wave,
+        and then keep nothing in memory but what could not be written. True while something is on
+        its way; it is for the caller to come again."""
+        tiers = self.tiers
+        tiers.flush()
+        tiers.start_save()
+        if tiers.busy:
+            return True
+        tiers.flushing = False
+        self.device.clear(self._must_stay)
+        tiers.clear(self._must_stay)
+        return False
+
+    def _must_stay(self, checkpoint: Checkpoint) -> bool:
+        """It is worth a file and has none. What is not costs little to compute, or was passed by
+        long ago."""
+        long_enough = checkpoint.position >= self.policy.disk_min_tokens
+        return checkpoint.disk is None and long_enough and lasting(checkpoint)
 
     # ------------------------------------------------------------ waves
 

@@ -178,9 +178,9 @@ class Tiers:
         copy.pins -= 1
         self._trim()
 
-    def clear(self) -> None:
-        """Forget what is in host memory and not in use."""
-        for checkpoint in self.host.loose():
+    def clear(self, stays: Callable[[Checkpoint], bool] = lambda checkpoint: False) -> None:
+        """Forget what is in host memory and not in use, but for what `stays`."""
+        for checkpoint in [c for c in self.host.loose() if not stays(c)]:
             self.host.remove(checkpoint)
             self._drop_if_lost(checkpoint)
 

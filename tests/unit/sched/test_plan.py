@@ -38,6 +38,13 @@ def test_a_short_prompt_passes_a_long_one() -> None:
     assert share([900, 300, 20], [0, 0, 0], Budget(100, 100)) == [50, 30, 20]
 
 
+def test_prompts_that_are_about_as_long_are_computed_one_after_the_other() -> None:
+    budget = Budget(64, 64)
+    assert share([100, 100, 60], [0, 0, 0], budget) == [64, 0, 0]
+    assert share([30, 100, 60, 60], [0] * 4, budget) == [30, 0, 34, 0]
+    assert share([100, 0, 49, 20], [0] * 4, budget) == [31 + 1, 1, 11, 20]
+
+
 def test_decoding_rows_take_turns_where_not_all_fit() -> None:
     assert share([0, 0, 0], [5, 3, 4], Budget(2, 2)) == [0, 1, 1]
 

@@ -331,3 +331,82 @@ async def test_flush_writes_the_ends_of_conversations(host_bytes: int) -> None:
         assert got.cached_tokens == len(talk) - 1
         assert got.ids == alone(ask(then(talk, [5]))).ids
     later.check_all_free()
+
+
+# ------------------------------------------------------------ growing old
+
+
+def aged(host_bytes: int = 0, store: MemoryStore | None = None) -> tuple[World, list[np.ndarray]]:
+    """A server that three conversations left alone a second ago, and what was said in them."""
+    policy = replace(POLICY, host_bytes=host_bytes)
+    w = world(policy, store=store, limits={"idle_return_s": 10.0})
+    talks = []
+    for seed in range(3):
+        got = w.submit(ask(text(60, seed), boundaries=(20, 55)))
+        w.run(until=w.clock.now() + 1.0)
+        talks.append(then(text(60, seed), got.ids))
+    return w, talks
+
+
+@pytest.mark.parametrize("host_bytes", [0, 1 << 20])
+def test_checkpoints_leave_memory_when_nothing_ran_for_long(host_bytes: int) -> None:
+    store = MemoryStore()
+    w, talks = aged(host_bytes, store)
+    w.run(until=100.0)
+    assert w.scheduler.snapshot().cache.device > 3
+    w.run()  # ends: nothing is left to wait for
+    assert w.clock.now() < 300.0
+    held = w.scheduler.snapshot().cache
+    assert (held.device, held.host, held.host_bytes) == (0, 0, 0)
+    assert held.disk >= 3
+    memory = w.scheduler._memory
+    assert memory.blocks.free == memory.blocks.count
+    assert not memory.blocks.touched | memory.slabs.touched
+    for talk in talks:
+        got = w.submit(ask(then(talk, [5])))
+        w.run(until=w.clock.now() + 1.0)
+        assert got.cached_tokens == len(talk) - 1
+        assert got.ids == alone(ask(then(talk, [5]))).ids
+    w.run()
+    assert w.scheduler.snapshot().cache.device == 0, "and once more"
+    w.check_all_free()
+
+
+def test_work_that_comes_while_checkpoints_age_goes_on_from_them() -> None:
+    for delay_s in (0.0, 0.005, 0.012, 0.02, 0.1):
+        store = MemoryStore()
+        w, talks = aged(store=store)
+        while not w.scheduler.cache.tiers.flushing:
+            assert w.clock.step()
+        w.run(until=w.clock.now() + delay_s)
+        got = w.submit(ask(then(talks[0], [5])))
+        w.run(until=w.clock.now() + 1.0)
+        assert got.cached_tokens == len(talks[0]) - 1
+        assert got.ids == alone(ask(then(talks[0], [5]))).ids
+        assert not w.scheduler.cache.tiers.flushing
+        w.run()
+        assert w.scheduler.snapshot().cache.device == 0
+        w.check_all_free()
+
+
+def test_what_cannot_be_written_stays_in_memory() -> None:
+    store = MemoryStore()
+    store.broken.add("write")
+    w, talks = aged(store=store)
+    w.run()
+    assert store.files == {}
+    assert w.scheduler.snapshot().cache.device >= 3
+    got = w.submit(ask(then(talks[0], [5])))
+    w.run()
+    assert got.cached_tokens == len(talks[0]) - 1
+    w.check_all_free()
+
+
+def test_without_a_disk_tier_checkpoints_do_not_age() -> None:
+    w, talks = aged()
+    before = w.scheduler.snapshot().cache.device
+    w.run()
+    assert w.scheduler.snapshot().cache.device == before
+    got = w.submit(ask(then(talks[2], [5])))
+    w.run()
+    assert got.cached_tokens == len(talks[2]) - 1
