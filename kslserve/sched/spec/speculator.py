@@ -21,7 +21,7 @@ from kslserve.sched.spec.acceptance import (
 )
 from kslserve.sched.spec.charge import charge, drafts_took
 from kslserve.sched.spec.cost import WaveCosts
-from kslserve.sched.spec.depth import GAIN, TRUST, choose_depths, choose_lanes
+from kslserve.sched.spec.depth import GAIN, TRUST, TRUST_CHAIN, choose_depths, choose_lanes
 from kslserve.sched.spec.drafter import ASLEEP_MAX, Drafter
 from kslserve.sched.spec.oracle import Oracle
 from kslserve.sched.spec.patience import Patience
@@ -82,9 +82,9 @@ class Speculator:
             return False
         times, least = costs.table(self._most(rows), GAIN)
         # Tokens that the first draft of the index, and of MTP, must promise.
-        least /= TRUST
         step_ms = self.costs.draft_ms(rows, times[rows])
-        least_own = least + GAIN * step_ms / times[rows] / TRUST
+        least_own = (least + GAIN * step_ms / times[rows]) / TRUST_CHAIN
+        least /= TRUST
         found = False
         matched: list[tuple[Sequence, Drafter, bool]] = []
         chained: list[tuple[Sequence, Drafter, bool]] = []
