@@ -1,6 +1,9 @@
 // The state through the chunks of a row. A block has one value head and 64 of its value dims; the
 // state stays in registers, 16 keys a warp, and in shared memory as two halves, 22 bits, of which a
 // sixteenth is kept: so a half reaches a million.
+//
+// Shared memory holds one chunk, so that an sm_120 runs it: what the products with the state read
+// is overwritten by the next chunk's as soon as they are done, the rest when U has been used.
 #include "../common/mma.cuh"
 #include "chunk.cuh"
 
@@ -11,19 +14,18 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kDims = 64;  // value dims of a block
 constexpr float kScale = 0.0625f;
-constexpr int kValuePitch = kDims * 4 + 16;
 
-struct Stage {
-  ChunkOperands operands;
-  uint8_t values[kChunk * kValuePitch];  // V', float32
-};
 struct Shared {
-  Stage stages[2];
-  uint8_t state_high[kChunkDim * 128], state_low[kChunkDim * 128];
-  uint8_t u_high[kChunk * 128], u_low[kChunk * 128];
-  uint64_t full[2];
+  ChunkOperands operands;
+  // U takes the place of the state, which only the first products read.
+  uint8_t high[kChunkDim * 128], low[kChunkDim * 128];
+  uint64_t first, second;  // W and e^G Q, then keys and scores have come
 };
-static_assert(sizeof(Stage) % 1024 == 0, "panels begin at multiples of 1024 bytes");
+static_assert(sizeof(Shared) <= kSmallRoom, "an sm_120 runs it");
+static_assert(sizeof(ChunkOperands) % 1024 == 0, "panels begin at multiples of 1024 bytes");
+constexpr int kFirstBytes = sizeof(ChunkOperands::w) + sizeof(ChunkOperands::q);
+constexpr int kSecondBytes = sizeof(ChunkOperands::keys) + sizeof(ChunkOperands::scores);
+static_assert(kFirstBytes + kSecondBytes == sizeof(ChunkOperands), "two pieces");
 
 __device__ inline void split2(float x, float y, uint32_t *high, uint32_t *low) {
   const __half2 h = __floats2half2_rn(x, y);
@@ -39,31 +41,41 @@ __global__ void __launch_bounds__(kThreads, 1) scan_kernel(const __grid_constant
   const int head = blockIdx.y, heads = a.shape.value_heads, first_dim = blockIdx.z * kDims;
   const ChunkRun run = a.runs[blockIdx.x];
   if (tid == 0) {
-    barrier_init(&s.full[0], 1);
-    barrier_init(&s.full[1], 1);
+    barrier_init(&s.first, 1);
+    barrier_init(&s.second, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
   begin_chained();
 
-  const auto load = [&](int index) {
-    const int at = run.first + index;
-    Stage &stage = s.stages[index & 1];
-    if (tid == 0)
-      copy_bulk(&stage.operands, a.operands + static_cast<int64_t>(at - a.first) * heads + head,
-                sizeof(ChunkOperands), &s.full[index & 1]);
-    const int column = a.chunks[at].column, n = a.chunks[at].n;
-#pragma unroll
-    for (int i = tid; i < kChunk * 16; i += kThreads) {
-      const int row = i >> 4, part = i & 15;
-      const float *from = a.core + static_cast<int64_t>(column + min(row, n - 1)) * a.core_stride +
-                          head * kChunkDim + first_dim + part * 4;
-      copy_async<16>(stage.values + row * kValuePitch + part * 16, from, row < n);
-    }
-    copy_commit();
+  const auto operands = [&](int index) -> const ChunkOperands * {
+    return a.operands + static_cast<int64_t>(run.first + index - a.first) * heads + head;
   };
-  load(0);
-  if (run.n > 1) load(1);
+  const auto load_first = [&](int index) {
+    if (tid == 0) copy_bulk(s.operands.w, operands(index)->w, kFirstBytes, &s.first);
+  };
+  const auto load_second = [&](int index) {
+    if (tid == 0) copy_bulk(s.operands.keys, operands(index)->keys, kSecondBytes, &s.second);
+  };
+  // The tokens and value dims of this warp's part of U and O.
+  const int tile = warp & 3, side = warp >> 2;
+  float2 values[4][2];  // V' of them, of the next chunk
+  const auto load_values = [&](const ChunkInfo &chunk) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int row = tile * 16 + g + 8 * r;
+      const float *from = a.core + static_cast<int64_t>(chunk.column + row) * a.core_stride +
+                          head * kChunkDim + first_dim + side * 32 + 2 * t;
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        values[j][r] =
+            row < chunk.n ? *reinterpret_cast<const float2 *>(from + j * 8) : make_float2(0, 0);
+    }
+  };
+  ChunkInfo chunk = a.chunks[run.first];
+  load_first(0);
+  load_second(0);
+  load_values(chunk);
 
   // Rows 16 warp + g and 8 later, columns 8 j + 2 t and + 1.
   const int64_t state_at = a.slabs.state_offset +
@@ -91,13 +103,11 @@ __global__ void __launch_bounds__(kThreads, 1) scan_kernel(const __grid_constant
             make_float2(state[j][2 * r] / kScale, state[j][2 * r + 1] / kScale);
   };
 
-  // The tokens and value dims of this warp's part of U and O.
-  const int tile = warp & 3, side = warp >> 2;
   // Rows of the matrices that a lane names: transposed pairs of b, plain pairs of a.
   const int b_row = lane & 15, b_chunk = lane >> 4;
   for (int index = 0; index < run.n; index++) {
-    Stage &stage = s.stages[index & 1];
-    const ChunkInfo chunk = a.chunks[run.first + index];
+    const bool more = index + 1 < run.n;
+    const ChunkInfo next = a.chunks[run.first + (more ? index + 1 : index)];
     const float decay = a.decays[static_cast<int64_t>(run.first + index - a.first) * heads + head];
 #pragma unroll
     for (int j = 0; j < 8; j++)
@@ -106,14 +116,10 @@ __global__ void __launch_bounds__(kThreads, 1) scan_kernel(const __grid_constant
         uint32_t high, low;
         split2(state[j][2 * r], state[j][2 * r + 1], &high, &low);
         const int to = swizzled(warp * 16 + g + 8 * r, j) + t * 4;
-        *reinterpret_cast<uint32_t *>(s.state_high + to) = high;
-        *reinterpret_cast<uint32_t *>(s.state_low + to) = low;
+        *reinterpret_cast<uint32_t *>(s.high + to) = high;
+        *reinterpret_cast<uint32_t *>(s.low + to) = low;
       }
-    if (index + 1 < run.n)
-      copy_wait<1>();
-    else
-      copy_wait<0>();
-    barrier_wait(&s.full[index & 1], index >> 1 & 1);
+    barrier_wait(&s.first, index & 1);
     __syncthreads();
 
     float u[4][4] = {}, o[4][4] = {};
@@ -121,13 +127,13 @@ __global__ void __launch_bounds__(kThreads, 1) scan_kernel(const __grid_constant
     for (int step = 0; step < 8; step++) {
       const int at = (step >> 2) * (kChunk * 128) +
                      swizzled(tile * 16 + (lane & 15), (step & 3) * 2 + (lane >> 4));
-      const uint4 w = load_matrices(stage.operands.w[0] + at);
-      const uint4 q = load_matrices(stage.operands.q[0] + at);
+      const uint4 w = load_matrices(s.operands.w[0] + at);
+      const uint4 q = load_matrices(s.operands.q[0] + at);
 #pragma unroll
       for (int j = 0; j < 4; j += 2) {
         const int from = swizzled(step * 16 + b_row, side * 4 + j + b_chunk);
-        const uint4 high = load_transposed(s.state_high + from);
-        const uint4 low = load_transposed(s.state_low + from);
+        const uint4 high = load_transposed(s.high + from);
+        const uint4 low = load_transposed(s.low + from);
         mma16<false>(u[j], w, low.x, low.y);
         mma16<false>(u[j + 1], w, low.z, low.w);
         mma16<false>(o[j], q, low.x, low.y);
@@ -138,31 +144,33 @@ __global__ void __launch_bounds__(kThreads, 1) scan_kernel(const __grid_constant
         mma16<false>(o[j + 1], q, high.z, high.w);
       }
     }
+    __syncthreads();
+    if (more) load_first(index + 1);
 #pragma unroll
     for (int j = 0; j < 4; j++)
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        const int row = tile * 16 + g + 8 * r;
-        const float2 v = *reinterpret_cast<const float2 *>(stage.values + row * kValuePitch +
-                                                           (side * 32 + j * 8 + 2 * t) * 4);
+        const float2 v = values[j][r];
         uint32_t high, low;
         split2(fmaf(v.x, kScale, -u[j][2 * r]), fmaf(v.y, kScale, -u[j][2 * r + 1]), &high, &low);
-        const int to = swizzled(row, side * 4 + j) + t * 4;
-        *reinterpret_cast<uint32_t *>(s.u_high + to) = high;
-        *reinterpret_cast<uint32_t *>(s.u_low + to) = low;
+        const int to = swizzled(tile * 16 + g + 8 * r, side * 4 + j) + t * 4;
+        *reinterpret_cast<uint32_t *>(s.high + to) = high;
+        *reinterpret_cast<uint32_t *>(s.low + to) = low;
       }
+    if (more) load_values(next);
+    barrier_wait(&s.second, index & 1);
     __syncthreads();
 
 #pragma unroll
     for (int step = 0; step < 4; step++) {
       if (step > tile) break;  // tokens behind these
-      const uint4 w = load_matrices(stage.operands.scores +
+      const uint4 w = load_matrices(s.operands.scores +
                                     swizzled(tile * 16 + (lane & 15), step * 2 + (lane >> 4)));
 #pragma unroll
       for (int j = 0; j < 4; j += 2) {
         const int from = swizzled(step * 16 + b_row, side * 4 + j + b_chunk);
-        const uint4 high = load_transposed(s.u_high + from);
-        const uint4 low = load_transposed(s.u_low + from);
+        const uint4 high = load_transposed(s.high + from);
+        const uint4 low = load_transposed(s.low + from);
         mma16<false>(o[j], w, low.x, low.y);
         mma16<false>(o[j + 1], w, low.z, low.w);
         mma16<false>(o[j], w, high.x, high.y);
@@ -187,13 +195,13 @@ __global__ void __launch_bounds__(kThreads, 1) scan_kernel(const __grid_constant
       for (int i = 0; i < 4; i++) state[j][i] *= decay;
 #pragma unroll
     for (int step = 0; step < 4; step++) {
-      const uint4 k = load_matrices(stage.operands.keys +
+      const uint4 k = load_matrices(s.operands.keys +
                                     swizzled(warp * 16 + (lane & 15), step * 2 + (lane >> 4)));
 #pragma unroll
       for (int j = 0; j < 8; j += 2) {
         const int from = swizzled(step * 16 + b_row, j + b_chunk);
-        const uint4 high = load_transposed(s.u_high + from);
-        const uint4 low = load_transposed(s.u_low + from);
+        const uint4 high = load_transposed(s.high + from);
+        const uint4 low = load_transposed(s.low + from);
         mma16<false>(state[j], k, low.x, low.y);
         mma16<false>(state[j + 1], k, low.z, low.w);
         mma16<false>(state[j], k, high.x, high.y);
@@ -202,7 +210,8 @@ __global__ void __launch_bounds__(kThreads, 1) scan_kernel(const __grid_constant
     }
     if (chunk.cut_slab >= 0) store(chunk.cut_slab);
     __syncthreads();
-    if (index + 2 < run.n) load(index + 2);
+    if (more) load_second(index + 1);
+    chunk = next;
   }
   store(run.slab);
 }
