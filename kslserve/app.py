@@ -13,10 +13,8 @@ import gc
 import os
 import signal
 import sys
-import threading
-from collections.abc import Callable
 from functools import partial
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
 from kslserve import __version__, config, log
 from kslserve.api import handlers
@@ -25,12 +23,11 @@ from kslserve.config import Settings
 from kslserve.engine.types import Engine
 from kslserve.errors import EngineError, UsageError
 from kslserve.http.router import Router
-from kslserve.http.server import Address, HttpLimits, HttpServer
+from kslserve.http.server import Address, HttpServer
 from kslserve.metrics import Metrics
 from kslserve.sched.cache.diskthread import DiskThread
 from kslserve.sched.cache.disktier import Disk
-from kslserve.sched.cache.saves import CachePolicy
-from kslserve.sched.scheduler import SchedLimits, Scheduler
+from kslserve.sched.scheduler import Scheduler
 from kslserve.service.echo import EchoTable, Turn
 from kslserve.service.prepare import Preparer
 from kslserve.service.recoveries import Recoveries
@@ -38,6 +35,8 @@ from kslserve.service.service import Service
 from kslserve.service.state import Phase, ServerState
 from kslserve.service.turnstore import TurnStore
 from kslserve.startup.backend import Backend, open_backend
+from kslserve.startup.limits import http_limits, sched_limits
+from kslserve.startup.thread import in_thread
 from kslserve.watchdog import Watchdog
 
 EXIT_OK = 0
@@ -48,7 +47,6 @@ _CACHE_FLUSH_S = 10.0  # for checkpoints on their way to disk
 _STOP_SLACK_S = 10.0  # beyond the grace time, for the wave in flight
 
 _log = log.get("app")
-T = TypeVar("T")
 
 
 class App:
@@ -76,7 +74,7 @@ class App:
             messages_thinking=DefaultThinking(settings.messages_default_thinking),
         )
         self._server = HttpServer(
-            self._router, _http_limits(settings), self.metrics, log.get("http")
+            self._router, http_limits(settings), self.metrics, log.get("http")
         )
         self._watchdog = Watchdog(settings.watchdog_loop_s, settings.watchdog_wave_s, self._stalled)
         self._trips = self.metrics.counter("watchdog_trips_total", "Stalls of the engine seen")
@@ -145,7 +143,7 @@ class App:
         """Open model and engine, and become ready."""
         settings = self.settings
         try:
-            backend = await _in_thread(
+            backend = await in_thread(
                 lambda: open_backend(settings, lambda line: _log.info(line)), "load"
             )
         except EngineError as error:
@@ -161,7 +159,7 @@ class App:
         self.engine = backend.engine
         scheduler = Scheduler(
             backend.engine,
-            _sched_limits(settings, backend),
+            sched_limits(settings, backend),
             self.metrics,
             on_fatal=self._fatal,
         )
@@ -282,34 +280,6 @@ def new_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-async def _in_thread(work: Callable[[], T], name: str) -> T:
-    """The result of `work` in a thread of its own, which dies with the process."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def deliver(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
-
-    def body() -> None:
-        result, error = None, None
-        try:
-            result = work()
-        except BaseException as caught:
-            error = caught
-        try:
-            loop.call_soon_threadsafe(deliver, result, error)
-        except RuntimeError:
-            _log.debug("nobody waits any more", thread=name)
-
-    threading.Thread(target=body, name=name, daemon=True).start()
-    return await future
-
-
 def _keep_turn(thread: DiskThread, turns: TurnStore, turn: Turn, context: bytes) -> None:
     """Write a generated turn beside the checkpoints."""
 
@@ -318,34 +288,3 @@ def _keep_turn(thread: DiskThread, turns: TurnStore, turn: Turn, context: bytes)
             _log.warning("a generated turn could not be written", error=repr(error))
 
     thread.run(lambda: turns.append(turn, context), written)
-
-
-def _http_limits(settings: Settings) -> HttpLimits:
-    return HttpLimits(
-        body_bytes=settings.max_body_bytes,
-        io_timeout_s=settings.io_timeout_s,
-        idle_timeout_s=settings.idle_timeout_s,
-        write_timeout_s=settings.write_timeout_s,
-        max_requests=settings.max_requests,
-    )
-
-
-def _sched_limits(settings: Settings, backend: Backend) -> SchedLimits:
-    info = backend.engine.info
-    cache = None
-    if settings.prefix_cache:
-        cache = CachePolicy(host_bytes=settings.prefix_cache_host_bytes)
-    return SchedLimits(
-        max_seqs=info.slots,
-        max_queue=settings.max_queue,
-        wave_columns=info.wave_columns - info.slots,
-        wave_target_ms=settings.wave_target_ms,
-        decode_gap_ms=settings.decode_gap_ms,
-        queue_timeout_s=settings.queue_timeout_s,
-        request_timeout_s=settings.request_timeout_s,
-        context=backend.model.context,
-        cache=cache,
-        submit_ahead=info.ring_depth > 1,
-        idle_return_s=backend.idle_return_s,
-        spec=backend.drafts,
-    )

@@ -1,48 +1,26 @@
 """Entrance: how a queued sequence becomes a running one, from a checkpoint where there is one.
 
-Where a running prompt shares a longer beginning with a queued one than any checkpoint does, and has
-not passed its end yet, it is asked to leave a checkpoint there and the queued one waits for that:
-what both need is computed once. The wait is bounded in time and in the number of prompts waited
-for, and ends with the donor.
+It may wait first, for a checkpoint that a running prompt is about to leave (donors.py), or for one
+that is read from disk.
 
 A sequence of lower priority gives way where one of higher priority has no place: its state becomes
 a checkpoint, it is queued again, and goes on from there later."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Items
+from collections.abc import Callable
 
 from kslserve.sched.admit import OVERTAKES_MAX, Verdict, Waiting, choose, order
-from kslserve.sched.cache.checkpoint import Checkpoint, Kind
-from kslserve.sched.cache.hosttier import HostCopy
-from kslserve.sched.cache.index import Match, common_prefix
+from kslserve.sched.cache.checkpoint import Checkpoint
+from kslserve.sched.cache.index import Match
 from kslserve.sched.cache.manager import PrefixCache
 from kslserve.sched.cache.moves import load
-from kslserve.sched.cache.saves import SavePoint
+from kslserve.sched.donors import Waiter, find_donor
 from kslserve.sched.memory import Memory
 from kslserve.sched.sequence import Sequence
 
-DONORS_MAX = 4  # running prompts that one sequence waits for, one after the other
 PREEMPTIONS_MAX = 2  # times that one sequence gives way
-DONOR_GAIN = 64  # positions that waiting has to save
 SHORT_TOKENS = 256  # uncovered positions of what may pass one that does not fit
-
-
-class Waiter:
-    """What is remembered of a queued sequence between looks. version: of the index at the last
-    match. donors: numbers of those it waited for; shared, by donor: how long a beginning is the
-    same. since: when it began to wait. pinned: a host copy that was read from disk for it."""
-
-    __slots__ = ("donors", "match", "pinned", "shared", "since", "version")
-
-    def __init__(self) -> None:
-        self.match: Match | None = None
-        self.version = -1
-        self.donors: set[int] = set()
-        self.shared: dict[int, int] = {}
-        self.since: float | None = None
-        self.pinned: HostCopy | None = None
 
 
 class Entrance:
@@ -239,7 +217,7 @@ class Entrance:
         memory.take_back(sequence)
         return False
 
-    # ------------------------------------------------------------ donors
+    # ------------------------------------------------------------ waiting
 
     def _waits(self, sequence: Sequence) -> bool:
         waiter = self._waiters.get(sequence.number)
@@ -253,7 +231,8 @@ class Entrance:
         until = (now if waiter.since is None else waiter.since) + cache.policy.donor_wait_s
         if not cache.enabled or sequence.overtaken >= OVERTAKES_MAX or now >= until:
             return False
-        donor = self._donor(sequence, waiter, source.position if source is not None else 0)
+        start = source.position if source is not None else 0
+        donor = find_donor(sequence, waiter, start, self._running, cache.policy)
         if donor is not None:
             waiter.donors.add(donor.number)
         elif source is not None and source.device is None and source.host is None:
@@ -265,42 +244,3 @@ class Entrance:
             waiter.since = now
         self.waiting = True
         return True
-
-    def _donor(self, sequence: Sequence, waiter: Waiter, start: int) -> Sequence | None:
-        """The running prompt that shares most with it and can still leave a checkpoint there."""
-        best, best_end = None, max(start, self._cache.policy.min_tokens) + DONOR_GAIN - 1
-        for donor in self._candidates(waiter):
-            shared = waiter.shared.get(donor.number)
-            if shared is None:
-                shared = common_prefix(sequence.ids[:-1], donor.ids[:-1])
-                waiter.shared[donor.number] = shared
-            if shared > best_end and self._can_leave(donor, shared):
-                best, best_end = donor, shared
-        if best is not None:
-            self._ask(best, best_end)
-        return best
-
-    def _candidates(self, waiter: Waiter) -> Iterable[Sequence]:
-        full = len(waiter.donors) >= DONORS_MAX
-        for donor in self._running:
-            known = not full or donor.number in waiter.donors
-            if known and donor.mark is None and donor.prompt_left:
-                yield donor
-
-    def _can_leave(self, donor: Sequence, end: int) -> bool:
-        """Whether its next rows pass `end`, or a save point close before it."""
-        ahead = donor.computed + (donor.row.n if donor.in_flight else 0)
-        return ahead < end or _near(donor.saves, end, self._cache.policy.gap, donor.computed)
-
-    def _ask(self, donor: Sequence, end: int) -> None:
-        """Have it leave a checkpoint at `end`, unless it will leave one close before."""
-        if not _near(donor.saves, end, self._cache.policy.gap, donor.computed):
-            donor.saves = sorted([*donor.saves, SavePoint(end, Kind.JUNCTION)], key=_position)
-
-
-def _near(saves: Items[SavePoint], end: int, gap: int, after: int) -> bool:
-    return any(max(after, end - gap) < p.position <= end for p in saves)
-
-
-def _position(point: SavePoint) -> int:
-    return point.position

@@ -1,4 +1,4 @@
-"""The scheduler's bounds, counts and metrics."""
+"""The scheduler's bounds and metrics."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kslserve.metrics import Metrics
 from kslserve.sched.cache.saves import CachePolicy
+from kslserve.sched.snapshot import Snapshot
 from kslserve.sched.spec.policy import SpecPolicy
 
 WAVE_SECONDS = (
@@ -39,57 +40,6 @@ class SchedLimits:
     submit_ahead: bool = False
     spec: SpecPolicy | None = None
     idle_return_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class CacheSnapshot:
-    """Checkpoints by tier (one may be in several), bytes of the lower tiers, and what happened
-    since the start: admissions from a checkpoint and without, checkpoints made and evicted from the
-    device, prompt tokens that were not computed, files read, written and unusable."""
-
-    enabled: bool
-    device: int
-    host: int
-    host_bytes: int
-    disk: int
-    disk_bytes: int
-    hits: int
-    misses: int
-    builds: int
-    evictions: int
-    tokens_saved: int
-    reads: int
-    writes: int
-    bad_files: int
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """Counts for health and metrics. blocks_free: those that can be promised to new sequences;
-    blocks_cached of them hold checkpoints. slabs_free: held by nobody. prefilling: of the running
-    ones, those whose prompt is not computed. wave_age_s: how long the
-    wave in flight has been so, or how long ago the last one ended; None before the first.
-    last_error: what the engine said last. fatal: why nothing can run any more, or None."""
-
-    queued: int
-    running: int
-    prefilling: int
-    slots_free: int
-    slots_total: int
-    slabs_free: int
-    slabs_total: int
-    blocks_free: int
-    blocks_cached: int
-    blocks_total: int
-    waves: int
-    in_flight: bool
-    wave_age_s: float | None
-    preemptions: int
-    prompt_tokens: int
-    output_tokens: int
-    cache: CacheSnapshot
-    last_error: str | None
-    fatal: str | None
 
 
 class SchedMetrics:

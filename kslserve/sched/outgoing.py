@@ -12,9 +12,10 @@ import numpy as np
 
 from kslserve.engine.types import OpKind, RowKind, SlotConfig, StateOp, TableEdit, Wave
 from kslserve.sched.cache.manager import PrefixCache
+from kslserve.sched.job import Guide
 from kslserve.sched.memory import Memory
 from kslserve.sched.plan import Budget, share
-from kslserve.sched.sequence import Guide, Sequence
+from kslserve.sched.sequence import Sequence
 from kslserve.sched.spec.speculator import Speculator
 
 

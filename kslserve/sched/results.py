@@ -6,12 +6,13 @@ from kslserve.core.usage import FinishReason
 from kslserve.engine.types import Done, RowDone, RowKind
 from kslserve.errors import BadLogits
 from kslserve.sched.cache.manager import PrefixCache
+from kslserve.sched.job import Guide
 from kslserve.sched.limits import SchedMetrics
 from kslserve.sched.memory import Memory
 from kslserve.sched.outgoing import Outgoing
 from kslserve.sched.plan import WaveCost
 from kslserve.sched.roster import Roster
-from kslserve.sched.sequence import Guide, Sequence, State
+from kslserve.sched.sequence import Sequence, State
 from kslserve.sched.spec.speculator import Speculator
 
 GLANCE_EVERY = 16  # waves of which one is timed while nothing is drafted

@@ -30,17 +30,17 @@ from kslserve.sched.cache.manager import PrefixCache
 from kslserve.sched.deadlines import CallLater, Deadlines, Timer
 from kslserve.sched.flights import Flights
 from kslserve.sched.idle import IdleMemory
+from kslserve.sched.job import Job as Job
+from kslserve.sched.job import Sink as Sink
 from kslserve.sched.limits import SchedLimits as SchedLimits
 from kslserve.sched.limits import SchedMetrics
-from kslserve.sched.limits import Snapshot as Snapshot
 from kslserve.sched.memory import Memory
 from kslserve.sched.outgoing import Outgoing
 from kslserve.sched.plan import WaveCost
 from kslserve.sched.results import Results
 from kslserve.sched.roster import Roster
-from kslserve.sched.sequence import Job as Job
 from kslserve.sched.sequence import Sequence as Sequence
-from kslserve.sched.sequence import Sink as Sink
+from kslserve.sched.snapshot import Snapshot, look
 from kslserve.sched.spec.speculator import Speculator
 
 _log = log.get("sched")
@@ -209,30 +209,9 @@ class Scheduler:
 
     def snapshot(self) -> Snapshot:
         """Counts for health and metrics; brings the metrics up to date."""
-        memory, metrics, flights = self._memory, self._metrics, self._flights
-        age = None if flights.sent_at is None else round(self._clock() - flights.sent_at, 3)
-        snapshot = Snapshot(
-            queued=len(self._roster.queue),
-            running=len(self._roster.running),
-            prefilling=sum(1 for s in self._roster.running if s.prompt_left),
-            slots_free=memory.slots.free,
-            slots_total=memory.slots.count,
-            slabs_free=memory.slabs.free,
-            slabs_total=memory.slabs.count,
-            blocks_free=memory.available,
-            blocks_cached=memory.blocks.evictable,
-            blocks_total=memory.blocks.count,
-            waves=int(metrics.waves.value),
-            in_flight=flights.count > 0,
-            wave_age_s=age,
-            preemptions=int(metrics.events["preemption"].value),
-            prompt_tokens=int(metrics.prompt_tokens.value),
-            output_tokens=int(metrics.output_tokens.value),
-            cache=self.cache.snapshot(),
-            last_error=flights.last_error,
-            fatal=self._fatal,
-        )
-        metrics.publish(snapshot)
+        parts = self._memory, self._roster, self._flights, self.cache, self._metrics
+        snapshot = look(*parts, now=self._clock(), fatal=self._fatal)
+        self._metrics.publish(snapshot)
         return snapshot
 
     def check(self) -> None:

@@ -85,7 +85,7 @@ class Generation:
         self._on_ended = on_ended
         self._max_new_tokens = max_new_tokens
         self._plain = self._stops is None and not one_call
-        self._swift = False  # the next token may be a piece of text and nothing else
+        self._swift: Callable[[str], None] | None = None  # on_text, where tokens may go straight on
         self._stop_ids = frozenset(stop_ids)
         self._one_call = one_call
         self._opening = opening
@@ -118,7 +118,8 @@ class Generation:
 
     def tokens(self, ids: Sequence[int], logprobs: Entries | None) -> None:
         """Ids sampled by one wave, the stop id included."""
-        if self._swift and len(ids) == 1 and logprobs is None:
+        swift = self._swift
+        if swift is not None and len(ids) == 1 and logprobs is None:
             # Nearly every token: a piece of visible text and no more.
             token, usage, detokenizer = ids[0], self.usage, self._detokenizer
             count = usage.completion_tokens + 1
@@ -133,8 +134,7 @@ class Generation:
                 if self._turn is not None:
                     self._turn.ids.append(token)
                     self._turn.text.append(text)
-                assert self.on_text is not None
-                self.on_text(text)
+                swift(text)
                 return
         if self.ended_at is not None or not ids:
             return
@@ -143,7 +143,7 @@ class Generation:
             return
         if self.first_token_at is None:
             self.first_token_at = time.monotonic()
-            self._swift = self._plain and self.on_text is not None
+            self._swift = self.on_text if self._plain else None
         usage = self.usage
         usage.completion_tokens += len(ids)
         if self._turn is not None:
@@ -291,7 +291,7 @@ class Generation:
 
     def _close(self, reason: FinishReason, error: KslError | None) -> None:
         self.ended_at = time.monotonic()
-        self._swift = False
+        self._swift = None
         if self.written is not None:
             self.usage.cache_write_tokens = self.written()
         self.reason = reason

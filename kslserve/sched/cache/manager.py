@@ -18,9 +18,9 @@ from kslserve.sched.cache.index import Match, Node, RadixIndex
 from kslserve.sched.cache.saves import CachePolicy, save_points
 from kslserve.sched.cache.tiers import Tiers
 from kslserve.sched.cache.value import Score, lasting, value
-from kslserve.sched.limits import CacheSnapshot
 from kslserve.sched.memory import Memory
 from kslserve.sched.sequence import Sequence
+from kslserve.sched.snapshot import CacheSnapshot
 
 RECENT_PATHS = 64  # prompts that stay known after their sequence, to find junctions
 

@@ -12,7 +12,8 @@ from kslserve.core.usage import FinishReason
 from kslserve.engine.fakemodel import HashModel, Timeline
 from kslserve.engine.types import RowKind
 from kslserve.sched.cache.saves import CachePolicy
-from kslserve.sched.sequence import Job, Sequence
+from kslserve.sched.job import Job
+from kslserve.sched.sequence import Sequence
 from tests.world import SIZES, World, job
 
 TOP = 2
