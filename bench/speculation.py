@@ -1,6 +1,6 @@
 """What speculation gains: tokens per second against plain decode, with the scheduler that serves.
 
-    python -m bench.speculation [--kinds code,chat,random] [--streams 1,2,4,8] [--pairs 21]
+    python -m bench.speculation [--kinds code,chat,random] [--streams 1,2,4,8] [--pairs 81]
                                 [--tokens 192] [--batches 8] [--speculation auto] [--backend cpu]
                                 [--save]
     python -m bench.speculation --acceptance [--tokens 192] [--backend cpu] [--save]
@@ -9,9 +9,10 @@
 
 Each cell runs the same batches of requests plainly and with drafts. Both go through one engine, so
 that nothing else of this process has a core: two schedulers take turns, batch by batch, and who
-goes first changes. A pair is one pass over the batches; the cell prints the median of the pairs'
-ratios of tokens per second and its 95 % interval, tokens per wave and row, and the part of the
-drafts that came true. The pairs before the first one that counts warm up, as a server would be.
+goes first changes. A pair is one batch, run both ways one after the other, since machines change
+their pace from second to second; the cell prints the median of the pairs' ratios of tokens per
+second and its 95 % interval, tokens per wave and row, and the part of the drafts that came true.
+The pairs before the first one that counts warm up, as a server would be.
 
 Texts: `code` goes on with boilerplate that is in its context twice, greedily; `chat` answers the
 golden prompts with the family's default sampling, and goes on where they end; `random` samples so
@@ -78,7 +79,7 @@ BOILERPLATE = (
 """,
 )
 NAMES = ("host", "port", "user", "path", "timeout", "retries")
-WARM_UP = 2  # pairs
+WARM_UP = 2  # pairs of each batch
 POLICIES = {
     "auto": SpecPolicy(),
     "ngram": SpecPolicy(mtp=False),
@@ -136,19 +137,20 @@ async def cell(
     """exact: the engine gives equal bits at any width, so both must say the same."""
     found: list[tuple[Tally, Tally]] = []
     texts = equal = 0
-    for pair in range(WARM_UP + pairs):
-        one, other = Tally(), Tally()
-        for number, jobs in enumerate(batches):
-            if (pair + number) % 2:
-                ids = await plain.run(jobs, one)
-                same = await spec.run(jobs, other)
-            else:
-                same = await spec.run(jobs, other)
-                ids = await plain.run(jobs, one)
-            assert not exact or ids == same, "speculation changed the output"
-            texts += len(ids)
-            equal += sum(a == b for a, b in zip(ids, same, strict=True))
-        if pair >= WARM_UP:
+    warm_up = WARM_UP * len(batches)
+    for pair in range(warm_up + pairs):
+        turn, number = divmod(pair, len(batches))
+        jobs, one, other = batches[number], Tally(), Tally()
+        if (turn + number) % 2:
+            ids = await plain.run(jobs, one)
+            same = await spec.run(jobs, other)
+        else:
+            same = await spec.run(jobs, other)
+            ids = await plain.run(jobs, one)
+        assert not exact or ids == same, "speculation changed the output"
+        texts += len(ids)
+        equal += sum(a == b for a, b in zip(ids, same, strict=True))
+        if pair >= warm_up:
             found.append((one, other))
     median, low, high = interval([b.rate / a.rate for a, b in found])
     drafted = sum(b.drafted for _, b in found)
@@ -180,7 +182,7 @@ async def matrix(args: argparse.Namespace, report: Report) -> None:
     spec = Server(Turn(turns), per_slot * BLOCK, POLICIES[args.speculation])
     for kind in args.kinds.split(","):
         for n in streams:
-            count = max(2, args.batches // n)  # so that pairs of more streams take little longer
+            count = max(2, args.batches // n)  # so that warming up takes little longer
             batches = batches_of(kind, n, args.tokens, count, tokenizer)
             await cell(
                 report, plain, spec, kind, batches, args.pairs, engine.info.equality == "bit"
@@ -198,7 +200,7 @@ def main() -> None:
     parser.add_argument("--model", default="ksl-nano")
     parser.add_argument("--kinds", default="code,chat,random")
     parser.add_argument("--streams", default="1,2,4,8")
-    parser.add_argument("--pairs", type=int, default=21)
+    parser.add_argument("--pairs", type=int, default=81)
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--batches", type=int, default=8)
     parser.add_argument("--speculation", choices=POLICIES, default="auto")
