@@ -22,7 +22,7 @@ SURE = 3  # measurements of which the least counts: the first ones of a shape ar
 HOPE = 0.2  # part by which what was not measured so often is taken lower than it seems
 STALE = 256  # waves after which a figure is forgotten; that of plain waves never is
 GUESS = 0.25  # of the time of a plain wave: what each further column is thought to cost at first
-FRESH = 8  # waves for which a table of the figures serves, once they are sure
+FRESH = 16  # waves for which a table of the figures serves, once they are sure
 
 
 class _Figure:

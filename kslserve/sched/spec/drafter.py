@@ -14,6 +14,7 @@ from kslserve.sched.sequence import Sequence
 from kslserve.sched.spec.acceptance import (
     DEPTH_CLASSES,
     LEAST,
+    MATCHES,
     Averages,
     chain_survival,
     match_class,
@@ -24,13 +25,13 @@ from kslserve.sched.spec.ladder import Ladder
 from kslserve.sched.spec.patience import Account, Patience, Trial
 
 STRONG_LENGTH, STRONG = 12, 0.8  # a match that makes MTP drafts superfluous
-CATCH_UP = 1 + DRAFT_MAX  # more tokens than a wave samples are taken in at once, unasked
+CATCH_UP = 1 + DRAFT_MAX  # more tokens than a wave samples say nothing of predictions
 DEEPER_EVERY = 16  # rounds after which a chain is tried one draft deeper
 IDLE_MAX = 2  # waves without drafts after which only some waves are looked at
 ASLEEP_MAX = 64  # most waves between two looks
 ASLEEP_SHORT = 4  # the same where the text repeats itself, or did before
 GAINED = 8  # accepted drafts that say so
-AGAIN = 16  # waves after which a chain that did not pay is weighed again
+AGAIN = 32  # waves after which a chain that did not pay is weighed again
 MADE_RATE = 1 / 8  # weight of one round in the part of rounds that gave a draft
 
 
@@ -109,21 +110,22 @@ class Drafter:
         prompt = sequence.job.prompt_ids
         if index is None:
             ids = np.concatenate([prompt, np.array(sequence.output, np.int32)])
-            self.index = SuffixIndex(ids, len(prompt) + sequence.limit)
+            self.index = SuffixIndex(ids)
             return
-        output, done = sequence.output, len(index) - len(prompt)
-        new = output[done:]
-        if len(new) > CATCH_UP:
-            index.extend(new)
+        new = sequence.output[len(index) - len(prompt) :]
+        if not new:
             return
-        which = match_class(index.length) if index.at else 0
-        hits = index.follow(new)
-        if hits:
-            matches.note_hits(which, hits)
-        for token in new[hits:]:
-            if index.at:
-                matches.note(match_class(index.length), index.predicted == token)
-            index.append(token)
+        at, length = index.at, index.length
+        hits = index.extend(new)
+        if not at or len(new) > CATCH_UP:
+            return
+        if length >= MATCHES[-1]:
+            matches.note_hits(match_class(length), hits)
+        else:
+            for longer in range(length, length + hits):
+                matches.note(match_class(longer), True)
+        if hits < len(new):
+            matches.note(match_class(length + hits), False)
 
     def matched(self, least: float) -> bool:
         """Whether the index predicts something, with at least that probability."""

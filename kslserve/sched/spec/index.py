@@ -1,8 +1,9 @@
 """SuffixIndex: what followed the last time that a history ended like this.
 
-Two tables of positions, by the hash of the last 3 and of the last 8 tokens, find the newest earlier
-place that ends alike. While what follows there keeps coming true the place is kept and the match
-grows, so that one token costs the same whatever the history; only a break looks places up again.
+The newest tokens are searched as bytes, which for some thousand of them takes as long as a few
+lines of Python; older ones are in two tables of positions, by the hash of 3 and of 8 tokens, made
+at once for many. While what follows a place keeps coming true the place is kept and the match
+grows, so that new tokens cost little whatever the history; only a break looks places up again.
 Tokens beyond the end of the history are read from the draft itself: a text that repeats with any
 period is drafted on for as long as wanted."""
 
@@ -16,132 +17,62 @@ import numpy.typing as npt
 
 from kslserve.engine.types import Ids
 
-SHORT, LONG = 3, 8  # tokens that are hashed
+SHORT, LONG = 3, 8  # tokens that are looked for
 LOOK_BACK = 64  # a match that was looked up is measured up to this length
-SPARSE = 8  # every such place of tokens that come at once is kept
-KNOWN = 1 << 16  # newest places of a long history that are kept
-Hashes = npt.NDArray[np.uint32]
+NEAR = 2048  # newest tokens that are searched; up to twice as many before tables are made anew
+KNOWN = 1 << 16  # newest places of a long history that tables keep
+TRIES = 16  # places that are no token's beginning before a search is given up
+_SIZE = 4  # bytes of a token
 _FACTOR = 0x9E3779B1
 _MIX = 0x85EBCA6B
 _MASK = 0xFFFFFFFF
-_LEAVES_SHORT = pow(_FACTOR, SHORT, 1 << 32)
-_LEAVES_LONG = pow(_FACTOR, LONG, 1 << 32)
+Hashes = npt.NDArray[np.uint32]
 
 
 class SuffixIndex:
     """at: where what is predicted to follow stands, 0 for nowhere. length: tokens before it that
     are also the last ones of the history, at least SHORT if there are any."""
 
-    __slots__ = (
-        "_hash_long",
-        "_hash_short",
-        "_long",
-        "_shift",
-        "_short",
-        "_tokens",
-        "at",
-        "length",
-    )
+    __slots__ = ("_old", "_shift", "_tables", "_text", "at", "length")
 
-    def __init__(self, ids: Ids, capacity: int) -> None:
-        """ids: int32 [n], the history so far. capacity: length that it may reach."""
-        bits = 1 + min(max(capacity, 256), KNOWN).bit_length()
-        self._shift = 32 - bits
-        self._tokens = array("i", ids.astype(np.int32, copy=False).tobytes())
-        self._short = array("i", bytes(4 << bits))
-        self._long = array("i", bytes(4 << bits))
+    def __init__(self, ids: Ids) -> None:
+        """ids: int32 [n], the history so far."""
+        self._text = bytearray(ids.astype(np.int32, copy=False).tobytes())
+        self._old = 0  # tokens that are searched for by tables
+        self._shift = 0
+        self._tables: dict[int, npt.NDArray[np.int32]] = {}  # by SHORT and LONG
         self.at = self.length = 0
-        self._hash_short = _raw(self._tokens, SHORT)
-        self._hash_long = _raw(self._tokens, LONG)
-        newest = ids[-KNOWN:]
-        for n, table, hashes in zip(
-            (SHORT, LONG), (self._short, self._long), _hashes(newest[:-1]), strict=True
-        ):
-            hashes >>= np.uint32(self._shift)
-            first = len(ids) - len(newest) + n
-            # Of equal hashes the last one stays.
-            np.frombuffer(table, np.int32)[hashes] = np.arange(first, first + len(hashes))
+        self._settle()
         self._look()
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return len(self._text) // _SIZE
 
-    @property
-    def predicted(self) -> int:
-        """The token that the match predicts. Only where there is one."""
-        return self._tokens[self.at]
-
-    def append(self, token: int) -> None:
-        """One more token of the history."""
-        if self.at and self._tokens[self.at] == token:
-            self.at += 1
-            self.length += 1
+    def extend(self, tokens: Items[int]) -> int:
+        """Take in what followed; how many of these tokens, one after the other, were predicted."""
+        text, at, end = self._text, self.at, len(self)
+        new = array("i", tokens)
+        text += new.tobytes()
+        n = len(new)
+        hits = 0
+        if at:
+            there = self._slice(at, n)
+            if there == new:
+                hits = n
+            else:
+                while there[hits] == new[hits]:
+                    hits += 1
+        if hits == n:
+            if n:
+                self.at += n
+                self.length += n
         else:
             self.at = self.length = 0
-        self._push(token)
-        self._look()
-
-    def follow(self, tokens: Items[int]) -> int:
-        """Take the first ones of `tokens`, as many as a long match predicts; how many. Only the
-        last of their ends becomes a place: the text is known from where it was copied."""
-        own, at = self._tokens, self.at
+        if end + n - self._old > 2 * NEAR:
+            self._settle()
         if self.length < LONG:
-            return 0
-        for token in tokens:
-            if own[at] != token:
-                break
-            own.append(token)
-            at += 1
-        n = at - self.at
-        if n:
-            self.at = at
-            self.length += n
-            self._hash_short, self._hash_long = _raw(own, SHORT), _raw(own, LONG)
             self._look()
-        return n
-
-    def _push(self, token: int) -> None:
-        tokens = self._tokens
-        tokens.append(token)
-        if len(tokens) > LONG:
-            # Both hashes move on by one token: the new one enters, the oldest one leaves.
-            self._hash_short = (
-                self._hash_short * _FACTOR + token + 1 - (tokens[-1 - SHORT] + 1) * _LEAVES_SHORT
-            ) & _MASK
-            self._hash_long = (
-                self._hash_long * _FACTOR + token + 1 - (tokens[-1 - LONG] + 1) * _LEAVES_LONG
-            ) & _MASK
-        else:
-            self._hash_short = _raw(tokens, SHORT)
-            self._hash_long = _raw(tokens, LONG)
-
-    def extend(self, tokens: Items[int]) -> None:
-        """Many more at once. That is much cheaper than one by one, since few of them become places;
-        so the last few ends, of which one is such a place if the text was here before, are all
-        looked up."""
-        if not tokens:
-            return
-        own, shift = self._tokens, self._shift
-        first = len(own)
-        own.extend(tokens)
-        last = len(own)
-        self.at = self.length = 0
-        end = max(LONG, last - SPARSE + 1)
-        value = _raw(own[end - LONG : end], LONG) if end < last else 0
-        while end < last:
-            at = self._long[((value ^ value >> 15) * _MIX & _MASK) >> shift]
-            if at:
-                self._try(at + last - end, LONG)
-            leaving = (own[end - LONG] + 1) * _LEAVES_LONG
-            value = (value * _FACTOR + own[end] + 1 - leaving) & _MASK
-            end += 1
-        for end in range(max(first, LONG), last, SPARSE):
-            head = _raw(own[end - LONG : end - SHORT], LONG - SHORT)
-            tail = _raw(own[end - SHORT : end], SHORT)
-            self._long[_mix((head * _LEAVES_SHORT + tail) & _MASK) >> shift] = end
-            self._short[_mix(tail) >> shift] = end
-        self._hash_short, self._hash_long = _raw(own, SHORT), _raw(own, LONG)
-        self._look()
+        return hits
 
     def draft(self, n: int) -> list[int]:
         """Up to n tokens that are predicted to follow the history: n where there is a match."""
@@ -151,88 +82,104 @@ class SuffixIndex:
         """The same for a history that goes on with `drafts`, and the length of that match."""
         if not drafts:
             return self.draft(n), self.length
-        tokens = self._tokens
-        at, length = self.at, self.length
-        for i, token in enumerate(drafts):
-            place = at + i
-            there = tokens[place] if place < len(tokens) else drafts[place - len(tokens)]
-            if not at or there != token:
-                at = 0
-                break
-        else:
+        if self.at and self._copy(self.at, len(drafts), drafts) == list(drafts):
+            return self._copy(self.at + len(drafts), n, drafts), self.length + len(drafts)
+        tail = self._text[-LOOK_BACK * _SIZE :] + array("i", drafts).tobytes()
+        for size in (LONG, SHORT):
+            at = self._find(tail, size)
             if at:
-                return self._copy(at + len(drafts), n, drafts), length + len(drafts)
-        tail = [*tokens[max(len(tokens) - LONG, 0) :], *drafts]
-        for size, table in ((LONG, self._long), (SHORT, self._short)):
-            if len(tail) >= size:
-                at = table[_mix(_raw(tail, size)) >> self._shift]
-                length = self._match(at, [*tokens[max(len(tokens) - LOOK_BACK, 0) :], *drafts])
-                if at and length >= size:
-                    return self._copy(at, n, drafts), length
+                return self._copy(at, n, drafts), self._match(at, tail)
         return [], 0
 
+    def _slice(self, at: int, n: int) -> array[int]:
+        found = array("i")
+        found.frombytes(self._text[at * _SIZE : (at + n) * _SIZE])
+        return found
+
     def _look(self) -> None:
-        """Find a place for the end of the history, unless there is a long match, and make this end
-        a place for those to come."""
-        end, shift = len(self._tokens), self._shift
-        if end >= LONG:
-            slot = _mix(self._hash_long) >> shift
-            if self.length < LONG:
-                self._try(self._long[slot], LONG)
-            self._long[slot] = end
-        if end >= SHORT:
-            slot = _mix(self._hash_short) >> shift
-            if self.length < SHORT:
-                self._try(self._short[slot], SHORT)
-            self._short[slot] = end
+        """Find a place for the end of the history."""
+        tail = self._text[-LOOK_BACK * _SIZE :]
+        for size in (LONG, SHORT):
+            if self.length < size:
+                at = self._find(tail, size)
+                if at:
+                    self.at, self.length = at, self._match(at, tail)
+                    return
 
-    def _try(self, at: int, least: int) -> None:
-        """Take a place, 0 for none, if it matches at least so many tokens: hashes may be equal by
-        chance."""
-        if 0 < at < len(self._tokens):
-            length = self._match(at, self._tokens)
-            if length >= least:
-                self.at, self.length = at, length
+    def _find(self, tail: bytes | bytearray, size: int) -> int:
+        """The newest place, 0 for none, before which the last `size` tokens of `tail` stand. There
+        is a token."""
+        if len(tail) < size * _SIZE:
+            return 0
+        text, end = self._text, tail[-size * _SIZE :]
+        first = max(self._old - size, 0) * _SIZE
+        last = len(text) - _SIZE
+        for _ in range(TRIES):
+            found = text.rfind(end, first, last)
+            if found < 0:
+                break
+            if found % _SIZE == 0:
+                return found // _SIZE + size
+            last = found + len(end) - 1
+        if not self._old:
+            return 0
+        tokens = array("i")
+        tokens.frombytes(end)
+        at = int(self._tables[size][_hash(tokens) >> self._shift])
+        # Hashes may be equal by chance.
+        return at if text[(at - size) * _SIZE : at * _SIZE] == end else 0
 
-    def _match(self, at: int, tail: Items[int]) -> int:
+    def _match(self, at: int, tail: bytes | bytearray) -> int:
         """How many tokens before place `at` are also the last ones of `tail`."""
-        tokens = self._tokens
-        most = min(at, len(tail), LOOK_BACK)
-        back = 0
-        while back < most and tokens[at - 1 - back] == tail[-1 - back]:
-            back += 1
-        return back
+        most = min(at, len(tail) // _SIZE, LOOK_BACK)
+        text, least = self._text, SHORT
+        while least < most:
+            n = (least + most + 1) // 2
+            if text[(at - n) * _SIZE : at * _SIZE] == tail[-n * _SIZE :]:
+                least = n
+            else:
+                most = n - 1
+        return least
 
     def _copy(self, at: int, n: int, before: Items[int]) -> list[int]:
         """n tokens from place `at` of history + before + what is being copied."""
-        tokens = self._tokens
-        found = list(tokens[at : at + n])
+        found = self._slice(at, n).tolist()
         if len(found) < n:
             text = [*before, *found]
-            at += len(found) - len(tokens)
+            at += len(found) - len(self)
             while len(found) < n:
                 found.append(text[at])
                 text.append(text[at])
                 at += 1
         return found
 
+    def _settle(self) -> None:
+        """Make tables of all but the newest tokens."""
+        old = len(self) - NEAR
+        if old < NEAR:
+            return
+        self._old = old
+        ids = np.frombuffer(bytes(self._text[: old * _SIZE]), np.int32)[-KNOWN:]
+        bits = 1 + len(ids).bit_length()
+        self._shift = 32 - bits
+        for size, hashes in zip((SHORT, LONG), _hashes(ids), strict=True):
+            table = self._tables[size] = np.zeros(1 << bits, np.int32)
+            first = old - len(ids) + size
+            # Of equal hashes the last one stays.
+            table[hashes >> np.uint32(self._shift)] = np.arange(first, first + len(hashes))
 
-def _raw(tokens: Items[int], n: int) -> int:
-    """The polynomial of the last n tokens, 32 bits; of fewer, where there are no more."""
+
+def _hash(tokens: Items[int]) -> int:
+    """32 bits, the high ones of which depend on all of the tokens."""
     value = 0
-    for token in tokens if len(tokens) == n else tokens[-n:]:
+    for token in tokens:
         value = (value * _FACTOR + token + 1) & _MASK
-    return value
-
-
-def _mix(raw: int) -> int:
-    """32 bits, the high ones of which depend on all of `raw`."""
-    return (raw ^ raw >> 15) * _MIX & _MASK
+    return (value ^ value >> 15) * _MIX & _MASK
 
 
 def _hashes(ids: Ids) -> tuple[Hashes, Hashes]:
-    """`_mix` of `_raw` of SHORT and of LONG tokens at every end that has so many before it. Longer
-    polynomials are made of shorter ones."""
+    """`_hash` of the SHORT and of the LONG tokens before every place that has so many before it.
+    Longer polynomials are made of shorter ones."""
     word = ids.astype(np.uint32)
     word += np.uint32(1)
     two = word[:-1] * np.uint32(_FACTOR) + word[1:]
