@@ -11,7 +11,7 @@
 
 namespace ksl {
 
-enum { kTileKeys = 64, kMaxHeadDim = 256, kMaxGroup = 16, kMaxQueries = 192 };
+enum { kTileKeys = 64, kMaxHeadDim = 256, kMaxGroup = 16, kMaxQueries = 256 };
 
 // Consecutive keys of one KV head that lie at constant distances: pointers to the rows of the first
 // in each plane, bytes to those of the next.
