@@ -13,7 +13,7 @@ import json
 import sys
 from typing import Any
 
-from kslserve.engine.budget import KV_FORMATS
+from kslserve.engine.budget import KV_FORMATS, KV_RING_TOKENS
 from kslserve.errors import UsageError
 
 EXIT_MISMATCH = 1
@@ -32,6 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_argument("--vram", metavar="SIZE", help="memory of the device, such as 32GiB")
     plan.add_argument("--context", type=_count, metavar="N", help="tokens (default: the model's)")
     plan.add_argument("--kv", choices=KV_FORMATS, default="q4", help="KV format (default: q4)")
+    plan.add_argument(
+        "--kv-ring", type=_ring, default=KV_RING_TOKENS, metavar="N",
+        help="with int8ring_int4: last positions in int8, a multiple of 64",
+    )  # fmt: skip
     plan.add_argument("--max-seqs", type=_count, default=2, metavar="N", help="sequences at once")
     plan.add_argument(
         "--checkpoints", type=_count_or_none, default=4, metavar="N", help="prefix checkpoints held"
@@ -107,6 +111,7 @@ def _plan(args: argparse.Namespace) -> dict[str, Any]:
         max_seqs=args.max_seqs,
         checkpoints=args.checkpoints,
         wave_columns=args.wave_columns,
+        kv_ring=args.kv_ring,
     )
     made = dataclasses.asdict(plan_memory(spec, weights, wish))
     made["weights_label"], made["head_label"] = plan.weights, plan.head
@@ -127,9 +132,15 @@ def parse_size(label: str, text: str) -> int:
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= 1 << 28:
-        raise ValueError
+    if not text.isascii() or not text.isdecimal() or not 1 <= int(text) <= 1 << 28:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
+    return int(text)
+
+
+def _ring(text: str) -> int:
+    value = _count(text)
+    if value % 64:
+        raise argparse.ArgumentTypeError(f"must be a multiple of 64, not {value}")
     return value
 
 

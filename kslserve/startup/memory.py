@@ -17,7 +17,8 @@ CONTEXT_MAX = 1 << 28  # what a block table can span
 @dataclass(frozen=True, slots=True)
 class MemoryWish:
     """What the plan is for. memory_bytes: of the device. checkpoints: prefix checkpoints held on
-    the device. wave_columns: prompt columns of a wave; every sequence may add a decoding one."""
+    the device. wave_columns: prompt columns of a wave; every sequence may add a decoding one.
+    kv_ring: positions in the ring of int8ring_int4."""
 
     memory_bytes: int
     context: int
@@ -26,6 +27,7 @@ class MemoryWish:
     checkpoints: int = 4
     block_tokens: int = 128
     wave_columns: int = 2048  # as on a device
+    kv_ring: int = budget.KV_RING_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ def plan_memory(spec: ModelSpec, weight_bytes: int, wish: MemoryWish) -> MemoryP
     if problem is not None:
         raise UsageError(problem)
     block = budget.block_bytes(spec, wish.kv, wish.block_tokens)
-    slab = budget.slab_bytes(spec, wish.kv)
+    slab = budget.slab_bytes(spec, wish.kv, wish.kv_ring)
     columns = wish.wave_columns + wish.max_seqs
     checkpoints = wish.checkpoints * (slab + block)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,27 @@ def test_scores_as_evaluation_harnesses_read_them(
     assert choice.finish_reason == "length"
     assert choice.text.startswith(PROMPT)
     assert (choice.text == PROMPT) is (max_tokens == 0)
+
+
+def test_the_activation_setting_reaches_the_engine(server: Server, ids: list[int]) -> None:
+    """`--activations float` is the reference that `test_scores...` compares; the default rounds,
+    little, and says so."""
+    expected = truth(ids)
+    true = [expected[at - 1][ids[at]] for at in range(1, len(ids))]
+
+    def scores(of: Server) -> list[float]:
+        with openai.OpenAI(base_url=of.url, api_key="none", max_retries=0) as client:
+            (choice,) = complete(client, [ids], max_tokens=0, echo=True, logprobs=0).choices
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs is not None
+        return [value for value in choice.logprobs.token_logprobs[1:] if value is not None]
+
+    assert scores(server) == pytest.approx(true, abs=2e-5)
+    with serving(replace(SETTINGS, activations="auto")) as rounding:
+        worst = max(abs(a - b) for a, b in zip(scores(rounding), true, strict=True))
+        found = [s.app.engine.info.activation for s in (server, rounding) if s.app.engine]
+    assert 1e-3 < worst < 1.0
+    assert found == ["float", "int8"]
 
 
 def test_offsets_are_places_in_the_text(client: openai.OpenAI) -> None:

@@ -187,6 +187,7 @@ def test_for_people(tmp_path: Path, production: bytes, capsys: pytest.CaptureFix
         ["ksl-nano", "--plan", "--vram", "nan"],
         ["ksl-nano", "--plan", "--vram", "1GiB", "--kv", "q5"],
         ["ksl-nano", "--plan", "--vram", "1GiB", "--context", "0"],
+        ["ksl-nano", "--plan", "--vram", "1GiB", "--kv-ring", "100"],
         ["ksl-nano", "--plan", "--vram", "1GiB", "--weights", "nvfp4"],
         [],
     ],
@@ -196,6 +197,7 @@ def test_mistakes(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("kslserve: ")
+    assert " _" not in lines[0], "the name of a function"
 
 
 def test_no_model_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,6 +238,21 @@ def test_the_plan_of_the_27b(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["plan"]["largest_context"] == 0
     _, found = inspect(capsys, *words, "--vram", "32GiB", "--weights", "nvfp4", "--head", "nvfp4")
     assert found["plan"]["weights"] < 0.8 * plan["weights"]
+
+
+def test_the_plan_counts_the_ring_that_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """16 attention layers of 4 heads of 256: a byte a value and a half per 64 of them, keys and
+    values. The MTP layer has no part in it."""
+    words = ["synth:27b", "--plan", "--vram", "64GiB", "--kv", "int8ring_int4"]
+    slabs = {}
+    for ring in (64, 1024, 4096):
+        slabs[ring] = inspect(capsys, *words, "--kv-ring", str(ring))[1]["plan"]["slab"]
+    assert inspect(capsys, *words)[1]["plan"]["slab"] == slabs[1024]
+    position = 16 * 4 * 2 * (256 + 2 * 256 // 64)
+    assert slabs[1024] - slabs[64] == (1024 - 64) * position
+    assert slabs[4096] - slabs[1024] == (4096 - 1024) * position
+    bf16 = ["synth:27b", "--plan", "--vram", "64GiB", "--kv", "bf16", "--kv-ring", "4096"]
+    assert inspect(capsys, *bf16)[1]["plan"]["slab"] == slabs[64] - 64 * position
 
 
 def test_the_plan_of_a_cut_file(
