@@ -626,7 +626,7 @@ void tap_append(Backend *b, Tap tap, int layer, const float *data, int64_t strid
 }
 
 void form_splits(Backend *b) {
-  const bool wide = (b->major == 9 || b->scaled) && b->batch.n > kWideTokens;
+  const bool wide = b->wide && b->batch.n > kWideTokens;
   Split *const splits[] = {&b->hidden_split, &b->value_split, &b->query_split, &b->mlp_split,
                            &b->mtp_split};
   for (Split *split : splits)

@@ -39,6 +39,8 @@ void *own_device(Backend *b, size_t bytes) {
 
 namespace {
 
+static_assert(kSlicedTokens == kWideTokens, "larger waves have whole products");
+
 // What the driver takes beside our memory: code of kernels, graphs.
 constexpr uint64_t kRuntimeBytes = 256 << 20;
 
@@ -77,6 +79,7 @@ int open_device(Backend *b, ksl_error *error) {
                     static_cast<int>(properties.sharedMemPerBlockOptin)};
   b->most_slices = 1;
   b->scaled = b->config->activations == KSL_ACT_AUTO && block_scaled_runs(b->device, b->major);
+  b->wide = b->major == 9 || b->scaled;
   return KSL_OK;
 }
 
@@ -251,11 +254,8 @@ int make_scratch(Backend *b, ksl_error *error) {
   b->vocab_stride = padded(s->vocab);
   float **const hidden[] = {&b->x, &b->normed, &b->mixed, &b->final, &b->chain};
   for (float **buffer : hidden) *buffer = own_many<float>(b, most * b->hidden_stride);
-  // Products of many tokens are whole where the kernels for them run.
-  const int64_t sliced = b->major == 9 && most > kWideTokens ? kWideTokens : most;
-  b->partial_stride = sliced * b->hidden_stride;
-  const int64_t rows = b->most_slices * sliced;
-  b->partials = own_many<float>(b, (rows > most ? rows : most) * b->hidden_stride);
+  b->partial_stride = (most < kSlicedTokens ? most : kSlicedTokens) * b->hidden_stride;
+  b->partials = own_many<float>(b, partial_rows(most, b->most_slices) * b->hidden_stride);
   float *region = make_region(b, most);
   b->head_in = own_many<float>(b, static_cast<size_t>(kHeadBatch) * b->hidden_stride);
   b->logits = own_many<float>(b, static_cast<size_t>(kHeadBatch) * b->vocab_stride);
@@ -539,7 +539,7 @@ void cuda_info(Backend *b, ksl_info *info) {
   // than kWideTokens columns, and on the length of its row where prompt rows may have kLongRow.
   const bool packed = b->encodings & (1u << KSL_ENC_E2M3 | 1u << KSL_ENC_NVFP4);
   const bool large = b->config->wave_columns > kWideTokens;
-  const bool both = packed && (b->major == 9 || b->scaled) && large;
+  const bool both = packed && b->wide && large;
   const bool dense = large && b->encodings & 1u << KSL_ENC_BF16;
   const bool e4m3 = b->encodings & 1u << KSL_ENC_E2M3 && b->config->activations == KSL_ACT_AUTO;
   const bool terms = b->scaled && b->encodings & 1u << KSL_ENC_NVFP4;

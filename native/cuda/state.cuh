@@ -156,6 +156,7 @@ struct Backend {
   int n_graphs;
   uint64_t graph_clock;
   bool scaled;      // packed products of many tokens are block-scaled
+  bool wide;        // they have kernels of their own, which leave whole products
   bool attn_tiles;  // attention of short rows runs on tensor cores
   bool gdn_fused;   // a linear layer of short rows is one kernel between its projections
   bool long_rows;   // prompt rows of kLongRow columns and more have kernels of their own

@@ -208,6 +208,8 @@ int load_group(Loader *in, const Wanted *wanted, int n, int64_t cols, GroupUse u
     if (!tensors[i]) return KSL_INVALID;
   }
   *out = Group{};
+  const int columns = b->config->wave_columns, slots = b->config->slots;
+  const bool sliced = slices_pay(columns > slots ? columns : slots, b->wide);
   const uint64_t before = b->weight_bytes;
   const bool pair = use == kPaired && tensors[0]->encoding == tensors[1]->encoding;
   bool done[kGroupParts] = {};
@@ -236,7 +238,7 @@ int load_group(Loader *in, const Wanted *wanted, int n, int64_t cols, GroupUse u
       m->tiles = pair ? part->tiles : m->tiles + part->tiles;
     }
     const Shares shares = choose_shares(m->tiles, m->supers, packed_block_bytes(encoding),
-                                        use == kSummed, b->device.room);
+                                        use == kSummed && sliced, b->device.room);
     m->set_tiles = shares.set_tiles;
     m->ways = shares.ways;
     m->slices = shares.slices;

@@ -2,6 +2,8 @@
 // models on an H200 and on an RTX 5090.
 #include <stdio.h>
 
+#include <initializer_list>
+
 #include "../cuda/gemm/shares.cuh"
 
 namespace {
@@ -53,6 +55,29 @@ void go_through(const Room &room, int most_warps) {
   }
 }
 
+// Rows of the most slices that any matrix has: what the plan of memory counts, see
+// kslserve/engine/device_budget.py.
+void go_through_slices(const Room &room) {
+  for (const int tokens : {1, 40, 64, 65, 160, 512, 2048}) {
+    for (const bool wide : {false, true}) {
+      int most = 1;
+      for (const Matrix &m : kMatrices)
+        for (const int weights : kBlocks) {
+          const bool summed = m.summed && ksl::slices_pay(tokens, wide);
+          const Shares s =
+              ksl::choose_shares((m.rows + 15) / 16, (m.cols + 255) / 256, weights, summed, room);
+          if (s.slices > most) most = s.slices;
+        }
+      const int64_t few = tokens < 64 ? tokens : 64, planned = 8 * few > tokens ? 8 * few : tokens;
+      if (most == 1 && wide) failures++;  // there are slices
+      if (ksl::partial_rows(tokens, most) > planned) failures++;
+      // A wave that is not made of whole products has all of its tokens in every slice.
+      const int64_t written = wide ? few : tokens;
+      if (ksl::partial_rows(tokens, most) < most * written) failures++;
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -60,6 +85,7 @@ int main() {
   const Room rooms[] = {{132, 228 * 1024, 227 * 1024}, {170, 100 * 1024, 99 * 1024}};
   go_through(rooms[0], ksl::kMaxStreamWarps);
   go_through(rooms[1], ksl::kSmallStreamWarps);
+  for (const Room &room : rooms) go_through_slices(room);
   // One block on a processor at a time, and room for small ones beside it.
   for (const Room &room : rooms) {
     if (2 * (ksl::stream_least(room) + 1024) <= room.processor_bytes) failures++;

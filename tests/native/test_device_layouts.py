@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kslserve.engine import device_budget
 from tests.native.objects import ROOT, build_module
 
 SWAPPED = ("a", "b", "scale_a", "scale_b", "weights", "activations")
@@ -45,6 +46,13 @@ def test_blocks_fit_in_the_shared_memory_of_devices(tmp_path: Path) -> None:
         [_compile("test_shares", tmp_path)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_products_of_slices_are_planned() -> None:
+    """The constants of the plan are those that test_shares holds engines to on every device."""
+    shares = (ROOT / "native/cuda/gemm/shares.cuh").read_text()
+    assert f"kMaxSlices = {device_budget._SLICES};" in shares
+    assert f"kSlicedTokens = {device_budget._SLICED_COLUMNS};" in shares
 
 
 def test_the_build_finds_kernels_that_spill() -> None:

@@ -9,6 +9,7 @@
 namespace ksl {
 
 constexpr int kMaxSlices = 8;
+constexpr int kSlicedTokens = 64;  // of a wave whose products may be slices that a reader adds
 constexpr int kMaxStreamWarps = 20, kMaxPlainWarps = 4;  // of a block
 constexpr int kMaxStreamWays = 2;
 // Of a block of a device that has less than the 227 KiB of sm_90 for one.
@@ -82,6 +83,18 @@ inline Shares choose_shares(int all_tiles, int supers, int weights, bool summed,
     best.set_tiles = (tiles + sets - 1) / sets;
   }
   return best;
+}
+
+// Whether products of an engine's waves may be slices: no wave has more tokens, or kernels that
+// leave whole products take those that have.
+constexpr bool slices_pay(int64_t most_tokens, bool wide) {
+  return wide || most_tokens <= kSlicedTokens;
+}
+// Rows of products that lie there for a reader to add, of waves of up to most_tokens.
+constexpr int64_t partial_rows(int64_t most_tokens, int most_slices) {
+  const int64_t sliced =
+      most_slices * (most_tokens < kSlicedTokens ? most_tokens : int64_t{kSlicedTokens});
+  return sliced > most_tokens ? sliced : most_tokens;
 }
 
 }  // namespace ksl
