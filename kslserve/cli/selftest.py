@@ -65,21 +65,23 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_WRONG if wrong else 0
 
 
-def _combinations(quick: bool) -> Iterator[tuple[str, str, str]]:
+def _combinations(quick: bool, device: bool) -> Iterator[tuple[str, str, str, bool]]:
     """Shape, encoding and KV format: every encoding and every format with the real heads, and the
-    sizes that fit nothing."""
+    sizes that fit nothing. Last whether a device takes the kernels that others need."""
     from kslserve.engine.native import KV_FORMATS
     from kslserve.selftest.models import ENCODINGS
 
     if quick:
-        yield from (("ragged", "nvfp4", "bf16"), ("heads", "fp6", "q4"))
+        yield from (("ragged", "nvfp4", "bf16", False), ("heads", "fp6", "q4", False))
         return
     for encoding in ENCODINGS:
-        yield "ragged", encoding, "bf16"
-        yield "heads", encoding, "bf16"
+        yield "ragged", encoding, "bf16", False
+        yield "heads", encoding, "bf16", False
     for kv in KV_FORMATS:
         if kv != "bf16":
-            yield "heads", "nvfp4", kv
+            yield "heads", "nvfp4", kv, False
+    for kv in ("bf16", "fp8", "q4") if device else ():
+        yield "heads", "bf16", kv, True
 
 
 def _compare(library: Any, seed: int, quick: bool) -> int:
@@ -90,7 +92,7 @@ def _compare(library: Any, seed: int, quick: bool) -> int:
 
     print(f"seed {seed}; distance of logits from the scalar reference (same best id)")
     wrong = 0
-    for shape, encoding, kv in _combinations(quick):
+    for shape, encoding, kv, portable in _combinations(quick, library is not CPU_LIBRARY):
         spec = SHAPES[shape]
         tensors = random_tensors(spec, encoding, seed)
         # On a device only packed weights have more than one.
@@ -99,8 +101,8 @@ def _compare(library: Any, seed: int, quick: bool) -> int:
             # The CPU's paths share their integers; a device is measured against float32.
             own = arithmetic if library is CPU_LIBRARY else "float"
             reference = partial(_open, CPU_LIBRARY, kv, own, "scalar")
-            label = f"{shape:7}{encoding:6} KV {kv:5} {arithmetic:6}"
-            subject = partial(_open, library, kv, arithmetic, "auto")
+            label = f"{shape:7}{encoding:6} KV {kv:5} {'portable' if portable else arithmetic:8}"
+            subject = partial(_open, library, kv, arithmetic, "auto", portable=portable)
             try:
                 results = compare(subject, reference, spec, tensors, seed)
             except ModelFileError as error:  # a form that this backend does not have
@@ -128,6 +130,7 @@ def _open(
     spec: ModelSpec,
     tensors: list[TensorArg],
     sizes: PoolSizes,
+    portable: bool = False,
 ) -> NativeEngine:
     from kslserve.engine.native import CPU_LIBRARY, NativeEngine
 
@@ -138,6 +141,7 @@ def _open(
         kv_format=kv,
         activations=activations,
         isa=isa if library is CPU_LIBRARY else "auto",
+        portable=portable,
         library=library,
     )
 

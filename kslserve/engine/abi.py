@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 # SHA-256 of native/include/ksl.h; `python build.py abi` writes it, the build refuses another one.
-ABI_HASH = "17fd08844224d74ae5f03ee7f9039d8e33371eeaa1613926365e24b4843ef74c"
+ABI_HASH = "d186b22a940fe711e0d925841b770e9ff39d6a9210c9f8acc9780b2cfe7ad6f8"
 
 
 def header_hash(root: Path) -> str:

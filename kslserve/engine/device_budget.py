@@ -68,7 +68,7 @@ def device_workspace_bytes(
 def _has_long_rows(spec: ModelSpec, kv: str) -> bool:
     """Whether prompt rows have kernels of their own."""
     chunks = spec.lin_key_dim == spec.lin_value_dim == 128
-    return chunks and (not kv_layers(spec) or (kv != "f32" and spec.head_dim == 256))
+    return chunks and (not kv_layers(spec) or (kv != "f32" and spec.head_dim in (64, 128, 256)))
 
 
 def _split_bytes(columns: int, width: int) -> int:

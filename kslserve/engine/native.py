@@ -88,12 +88,14 @@ class NativeEngine:
         draft_margin: float = 0.0,
         draft_vocab: int = 0,
         test_hooks: bool = False,
+        portable: bool = False,
         fail_alloc_at: int = 0,
         library: Any = lib,
     ) -> NativeEngine:
         """Repack all weights and allocate all pools; may take long and is safe in a worker thread.
 
         draft_margin, draft_vocab: when MTP stops drafting and what it may draft, see ksl.h.
+        portable: a device takes kernels made for other devices, to try them.
         library: the one with the backend, `_kslserve.lib` (CPU) or a `CudaLibrary`.
         Raises ModelFileError for tensors, dimensions or sizes that the engine refuses and
         EngineError when memory is out, with the native text; and what a tensor's `read` raises.
@@ -107,7 +109,7 @@ class NativeEngine:
         config.nice = nice
         config.draft_margin = draft_margin
         config.draft_vocab = draft_vocab
-        config.test_hooks = test_hooks
+        config.test_hooks = test_hooks * lib.KSL_HOOK_OPS | portable * lib.KSL_HOOK_PORTABLE
         config.fail_alloc_at = fail_alloc_at
         table = TensorTable(tensors)
         handle, error = ffi.new("ksl_engine **"), ffi.new("ksl_error *")

@@ -37,7 +37,7 @@ int check_config(const ksl_config *c, ksl_error *error) {
       {"isa", c->isa, KSL_ISA_AUTO, KSL_ISA_AVX512},
       {"threads", c->threads, 0, 256},
       {"nice", c->nice, 0, 19},
-      {"test_hooks", c->test_hooks, 0, 1},
+      {"test_hooks", c->test_hooks, 0, KSL_HOOK_OPS | KSL_HOOK_PORTABLE},
       {"fail_alloc_at", c->fail_alloc_at, 0, c->test_hooks ? INT64_MAX : 0},
       {"draft_vocab", c->draft_vocab, 0, INT32_MAX},
   };
@@ -97,7 +97,7 @@ int budget_init(Budget *budget, const ModelSpec *spec, const ksl_config *config,
                      static_cast<uint64_t>(row.k + row.k_scale + row.v + row.v_scale);
   b.block_bytes = mul(b.kv_token_bytes, static_cast<uint64_t>(config->block_tokens));
   b.slot_tokens = config->max_blocks_per_slot * config->block_tokens;
-  b.forced_capacity = config->test_hooks ? b.slot_tokens : 0;
+  b.forced_capacity = config->test_hooks & KSL_HOOK_OPS ? b.slot_tokens : 0;
   const uint64_t slots = static_cast<uint64_t>(config->slots);
   b.table_bytes = mul(slots, static_cast<uint64_t>(config->max_blocks_per_slot) * 8);
   b.slot_bytes = slot_state_bytes(spec->vocab, b.forced_capacity);

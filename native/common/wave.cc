@@ -472,7 +472,7 @@ int checker_init(WaveChecker *checker, const ModelSpec *spec, const ksl_config *
   l->block_bytes = static_cast<int64_t>(budget->block_bytes);
   l->forced_capacity = budget->forced_capacity;
   l->has_mtp = spec->mtp_layers > 0;
-  l->test_hooks = config->test_hooks != 0;
+  l->test_hooks = (config->test_hooks & KSL_HOOK_OPS) != 0;
   const size_t slots = static_cast<size_t>(l->slots);
   const size_t blocks = static_cast<size_t>(l->blocks);
   const size_t entries = slots * static_cast<size_t>(l->table_blocks);

@@ -363,7 +363,10 @@ void stage_attn_core(void *context, int layer) {
         f.partial_sums = reinterpret_cast<float2 *>(
             f.partial + static_cast<int64_t>(f.n_tiles) * s->kv_heads * kFlashRows * s->head_dim);
       }
-      attn_flash(&b->device, f);
+      if (b->flash)
+        attn_flash(&b->device, f);
+      else
+        attn_prompt(&b->device, f);
     }
     return;
   }

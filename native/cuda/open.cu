@@ -359,9 +359,12 @@ int make_long_rows(Backend *b, ksl_error *error) {
   const int group = s->kv_layers ? s->heads / s->kv_heads : 1;
   const GdnShape shape = {s->lin_key_heads, s->lin_value_heads, s->lin_key_dim, s->lin_value_dim,
                           s->conv_channels};
+  const int kv = config->kv_format;
+  b->flash = !(config->test_hooks & KSL_HOOK_PORTABLE) &&
+             attn_flash_runs(b->major, kv, s->head_dim, group);
   b->long_rows =
-      config->kv_format != KSL_KV_F32 && config->wave_columns >= kLongRow &&
-      (s->kv_layers == 0 || attn_flash_runs(b->major, config->kv_format, s->head_dim, group)) &&
+      kv != KSL_KV_F32 && config->wave_columns >= kLongRow &&
+      (s->kv_layers == 0 || b->flash || attn_prompt_runs(kv, s->head_dim, group)) &&
       (s->linear_layers == 0 || gdn_chunks_run(shape));
   if (!b->long_rows) return KSL_OK;
   const int columns = config->wave_columns, rows = columns / kLongRow;
@@ -459,7 +462,7 @@ int reserve_all(Backend *b, const TensorTable *tensors, ksl_error *error) {
                 free_bytes / kGiB, total / kGiB, needed / kGiB, trial.weight_bytes / kGiB,
                 trial.pool_bytes / kGiB, trial.scratch_bytes / kGiB,
                 (staging + kRuntimeBytes) / kGiB);
-  if (b->config->test_hooks) return KSL_OK;
+  if (b->config->test_hooks & KSL_HOOK_OPS) return KSL_OK;
   if (cudaMalloc(&b->arena, trial.device_bytes) == cudaSuccess) return KSL_OK;
   cudaGetLastError();
   return no_memory(b, error, "weights, pools and activations");

@@ -159,6 +159,7 @@ struct Backend {
   bool wide;        // they have kernels of their own, which leave whole products
   bool attn_tiles;  // attention of short rows runs on tensor cores
   bool gdn_fused;   // a linear layer of short rows is one kernel between its projections
+  bool flash;       // attention of prompt rows has warpgroup products
   bool long_rows;   // prompt rows of kLongRow columns and more have kernels of their own
   bool no_graphs;   // capturing failed: waves are launched kernel by kernel
 

@@ -74,6 +74,11 @@ enum { KSL_ISA_AUTO = 0, KSL_ISA_SCALAR = 1, KSL_ISA_AVX2 = 2, KSL_ISA_AVX512 = 
    NVFP4 weights); FLOAT: activations are not rounded. */
 enum { KSL_ACT_AUTO = 0, KSL_ACT_FLOAT = 1 };
 
+/* OPS: FORCE and FAULT, refused without. PORTABLE: a device's backend takes kernels that other
+   devices need in place of those made for it, so that they can be tried where they were not meant
+   to run. */
+enum { KSL_HOOK_OPS = 1, KSL_HOOK_PORTABLE = 2 };
+
 typedef struct ksl_error {
   int32_t code;
   char text[508];
@@ -126,7 +131,7 @@ typedef struct ksl_config {
   /* execution */
   int32_t activations;        /* KSL_ACT_* */
   int32_t isa, threads, nice; /* threads 0: one per core */
-  int32_t test_hooks;         /* FORCE and FAULT are refused unless set */
+  int32_t test_hooks;         /* KSL_HOOK_*, added up */
   int64_t fail_alloc_at;      /* test hook: the n-th allocation of open fails; 0 never */
   /* MTP drafts. draft_margin: a chain ends before a draft whose score leads the second best one by
      less, in units of logit / temperature (of logits at temperature 0), noise included; 0: never.

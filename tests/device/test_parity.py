@@ -182,10 +182,18 @@ LONG_TOLERANCE = 1e-3
 LAYERS_TOLERANCE = 2e-2
 
 
-@pytest.mark.parametrize("shape", ["round", "27b-heads"])
 @pytest.mark.parametrize("kv", ["fp8", "q4"])
-@pytest.mark.parametrize("width", [150, 60])
-def test_packed_kv(opened: Opener, shape: str, kv: str, width: int) -> None:
+@pytest.mark.parametrize(
+    ("shape", "width", "portable"),
+    [
+        ("round", 150, False),
+        ("round", 60, False),
+        ("27b-heads", 150, False),
+        ("27b-heads", 150, True),
+        ("27b-heads", 60, False),
+    ],
+)
+def test_packed_kv(opened: Opener, shape: str, kv: str, width: int, portable: bool) -> None:
     """Stored rows are bit-exact; attention over them is that of the decoded rows, in one long row
     and in short ones."""
     seed = secrets.randbits(32)
@@ -194,7 +202,8 @@ def test_packed_kv(opened: Opener, shape: str, kv: str, width: int) -> None:
     # A channel far off and, through zero weights, one-signed and constant groups.
     arrays["model.layers.1.self_attn.k_norm.weight"][spec.head_dim // 4 * 3] = 40.0
     arrays["model.layers.1.self_attn.v_proj.weight"][: spec.head_dim] = 0
-    driver = opened(spec, tiny_tensors(spec, arrays, "bf16"), kv=kv, wave_columns=300)
+    tensors = tiny_tensors(spec, arrays, "bf16")
+    driver = opened(spec, tensors, kv=kv, wave_columns=300, portable=portable)
     n = 150
     ids = np.random.default_rng(seed).integers(0, spec.token_limit, n).astype(np.int32)
     stream = driver.begin(0)
@@ -224,14 +233,17 @@ def test_packed_kv(opened: Opener, shape: str, kv: str, width: int) -> None:
     assert distance(pregate, expected.astype(np.float32)) <= limit
 
 
+@pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("kv", ["bf16", "fp8", "q4"])
-def test_long_rows_are_short_ones(opened: Opener, kv: str) -> None:
+def test_long_rows_are_short_ones(opened: Opener, kv: str, portable: bool) -> None:
     """Prompt rows of 64 columns and more, cut anywhere and two in a wave beside a decode row,
-    against rows that go token by token."""
+    against rows that go token by token; by the device's own kernels and by those of others."""
     seed = secrets.randbits(32)
     spec = spec_named("27b-heads")
     tensors = tiny_tensors(spec, tiny_arrays(spec, seed), "bf16")
-    driver = opened(spec, tensors, kv=kv, wave_columns=600, blocks=200, blocks_per_slot=24)
+    driver = opened(
+        spec, tensors, kv=kv, wave_columns=600, blocks=200, blocks_per_slot=24, portable=portable
+    )
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, spec.token_limit, 330).astype(np.int32)
     names = ["layers.0.gdn_core", "layers.0.gdn_normed", "layers.1.attn_pregate", "logits"]
@@ -265,14 +277,21 @@ def test_long_rows_are_short_ones(opened: Opener, kv: str) -> None:
     assert distance(image, driver.slab_image(2).view("<f4")) <= LAYERS_TOLERANCE, f"seed {seed}"
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "portable"), [(256, False), (256, True), (128, True), (64, True)]
+)
 @pytest.mark.parametrize("kv", ["bf16", "fp8", "q4"])
-def test_few_columns_behind_many_keys(opened: Opener, kv: str) -> None:
+def test_few_columns_behind_many_keys(
+    opened: Opener, kv: str, head_dim: int, portable: bool
+) -> None:
     """Prompt rows whose tiles are too few for a device, so that their keys are divided: alone, and
     beside one with less behind it, against rows too short for tiles."""
     seed = secrets.randbits(32)
-    spec = replace(spec_named("27b-heads"), layer_kinds=("full",), mtp_layers=0)
+    spec = replace(spec_named("27b-heads"), layer_kinds=("full",), mtp_layers=0, head_dim=head_dim)
     tensors = tiny_tensors(spec, tiny_arrays(spec, seed), "f32")
-    driver = opened(spec, tensors, kv=kv, wave_columns=700, blocks=700, blocks_per_slot=170)
+    driver = opened(
+        spec, tensors, kv=kv, wave_columns=700, blocks=700, blocks_per_slot=170, portable=portable
+    )
     ids = np.random.default_rng(seed).integers(0, spec.token_limit, 2700).astype(np.int32)
     name = "layers.0.attn_pregate"
     streams = [driver.begin(slot) for slot in range(4)]

@@ -88,6 +88,7 @@ class Driver:
         threads: int = 1,
         fail_alloc_at: int = 0,
         test_hooks: bool = True,
+        portable: bool = False,
         draft_margin: float = 0.0,
         draft_vocab: int = 0,
         library: Any = lib,
@@ -125,7 +126,7 @@ class Driver:
         config.kv_format, config.kv_ring = KV_NUMBERS[kv], kv_ring
         config.activations = ACTIVATION_NUMBERS[activations]
         config.isa, config.threads = ISA_NAMES[isa], threads
-        config.test_hooks = int(test_hooks)
+        config.test_hooks = test_hooks * lib.KSL_HOOK_OPS | portable * lib.KSL_HOOK_PORTABLE
         config.fail_alloc_at = fail_alloc_at
         config.draft_margin, config.draft_vocab = draft_margin, draft_vocab
         table = TensorTable(tensors)

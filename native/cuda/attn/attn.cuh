@@ -119,6 +119,11 @@ __device__ inline int64_t flash_partial(const FlashArgs &a, int tile, int head) 
 // major: compute capability of the device.
 bool attn_flash_runs(int major, int format, int head_dim, int group);
 void attn_flash(Device *device, const FlashArgs &a);
+// The same for heads, formats and devices that attn_flash does not take.
+bool attn_prompt_runs(int format, int head_dim, int group);
+void attn_prompt(Device *device, const FlashArgs &a);
+// Adds what parts have left; the last step of both.
+void attn_join_parts(Device *device, const FlashArgs &a);
 // How many tiles of keys a part should have, so that the device is done soonest with tiles that are
 // not divided yet; the longest tile's where dividing does not pay. most: parts that there is room
 // for.

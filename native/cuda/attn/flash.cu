@@ -3,7 +3,7 @@
 // unpacks stored keys into halves in shared memory, the second values, two multiply.
 //
 // Queries, probabilities and unpacked keys are rounded to halves; sums are float32. Where tiles are
-// too few for the device, the keys of each are divided: parts leave sums, which join_flash adds in
+// too few for the device, the keys of each are divided: parts leave sums, which join.cu adds in
 // order.
 #include "../common/mma.cuh"
 #include "attn.cuh"
@@ -68,15 +68,6 @@ struct Pages {
     }
   }
 };
-
-// Two bf16 as halves, the nearest and at most the largest.
-__device__ inline uint32_t bf16_halves(uint32_t two) {
-  uint32_t out;
-  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;"
-      : "=r"(out)
-      : "f"(__uint_as_float(two & 0xffff0000u)), "f"(__uint_as_float(two << 16)));
-  return out;
-}
 
 // A row of kBytes is read by 16 bytes: lane (key % 8, part % 4), so that a warp's stores to a panel
 // fill all banks.
@@ -487,34 +478,6 @@ __global__ void __launch_bounds__(kThreads, 1) flash_kernel(const __grid_constan
 #endif
 }
 
-// The parts of a tile in ascending order of keys, then the gate. A block has kJoinRows rows of the
-// tile whose first part is block x, 128 threads a row; other parts have nothing to do.
-constexpr int kJoinRows = 8;
-__global__ void __launch_bounds__(256) join_flash(const __grid_constant__ FlashArgs a) {
-  const FlashTile tile = a.tiles[blockIdx.x];
-  if (tile.part != 0 || tile.parts == 1) return;
-  const int head = blockIdx.y, group = a.heads / a.kv.kv_heads, i = 2 * (threadIdx.x & 127);
-  const int64_t step = static_cast<int64_t>(a.kv.kv_heads) * kRows;
-  begin_chained();
-  for (int row = blockIdx.z * kJoinRows + (threadIdx.x >> 7);
-       row < (blockIdx.z + 1) * kJoinRows && row < tile.columns * group; row += 2) {
-    int64_t at = flash_partial(a, blockIdx.x, head) + row;
-    float most = -INFINITY, total = 0;
-    float2 sum = make_float2(0, 0);
-    for (int p = 0; p < tile.parts; p++, at += step) {
-      const float2 other = a.partial_sums[at];
-      const float2 v = *reinterpret_cast<const float2 *>(a.partial + at * kDim + i);
-      const Join join(most, other.x);
-      total = join.add(total, other.y);
-      sum = make_float2(join.add(sum.x, v.x), join.add(sum.y, v.y));
-      most = join.most;
-    }
-    const float scale = total > 0 ? 1.0f / total : 0.0f;
-    gate_store2(a.gate, tile.column + row / group, head * group + row % group, i, kDim,
-                sum.x * scale, sum.y * scale);
-  }
-}
-
 template <int kFormat>
 void run(Device *device, const FlashArgs &a) {
   static bool raised = false;  // per instance; the engine has one thread
@@ -526,9 +489,7 @@ void run(Device *device, const FlashArgs &a) {
         "attn_flash");
   launch_chained(device, "attn_flash", flash_kernel<kFormat>, a.n_tiles * a.kv.kv_heads, kThreads,
                  Layout<kFormat>::kAll, a);
-  if (a.partial != nullptr)
-    KSL_CHAIN(device, "attn_flash", join_flash, dim3(a.n_tiles, a.kv.kv_heads, kRows / kJoinRows),
-              256, a);
+  if (a.partial != nullptr) attn_join_parts(device, a);
 }
 
 }  // namespace
@@ -545,30 +506,6 @@ void attn_flash(Device *device, const FlashArgs &a) {
     run<KSL_KV_FP8>(device, a);
   else
     run<KSL_KV_BF16>(device, a);
-}
-
-int flash_parts(const FlashTile *tiles, int n, int kv_heads, int processors, int most) {
-  // What a block does before and after its keys, and joining, in tiles of keys.
-  constexpr int kOpening = 4, kJoining = 4, kMostParts = 64;
-  int longest = 0, best = 1, before = 0;
-  for (int i = 0; i < n; i++)
-    if (tiles[i].last > longest) longest = tiles[i].last;
-  int64_t least = 0;
-  for (int parts = 1; parts <= kMostParts && parts <= longest; parts++) {
-    const int length = divide_up(longest, parts);
-    if (length == before) continue;
-    before = length;
-    int64_t blocks = 0;
-    for (int i = 0; i < n; i++) blocks += divide_up(tiles[i].last, length);
-    if (parts > 1 && blocks > most) break;
-    const int64_t cost =
-        divide_up(blocks * kv_heads, processors) * static_cast<int64_t>(length + kOpening) +
-        (parts > 1 ? kJoining : 0);
-    if (parts > 1 && cost >= least) continue;
-    least = cost;
-    best = length;
-  }
-  return best;
 }
 
 }  // namespace ksl

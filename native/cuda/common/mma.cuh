@@ -122,6 +122,15 @@ __device__ inline uint32_t e4m3_halves(uint32_t two) {
   return out;
 }
 
+// Two bf16 as halves, the nearest and at most the largest.
+__device__ inline uint32_t bf16_halves(uint32_t two) {
+  uint32_t out;
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;"
+      : "=r"(out)
+      : "f"(__uint_as_float(two & 0xffff0000u)), "f"(__uint_as_float(two << 16)));
+  return out;
+}
+
 // (a & mask) | bits in one instruction: the compiler would make two of it.
 __device__ inline uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) {
   uint32_t out;
