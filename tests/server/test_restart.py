@@ -4,15 +4,18 @@ disk, what the model generated included, whatever its client leaves out of the e
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tests.server.conversations import DIALECTS, Call, Turn, ask
-from tests.server.serving import Process
+from tests.server.serving import Process, get_text
 
+LIMIT_S = 60
 SLACK = 16  # tokens of a block boundary and of the turn's end
 SYSTEM = "You are a careful assistant who works on a small project. " * 25
 TOOL = {
@@ -25,11 +28,11 @@ TOOL = {
 
 
 @contextlib.contextmanager
-def serving(folder: Path) -> Iterator[Process]:
+def serving(folder: Path, *flags: str) -> Iterator[Process]:
     """A server with a disk tier, stopped in order at the end."""
     server = Process(
         "--prefix-cache-dir", str(folder), "--context", "4096", "--test-hooks",
-        "--log-level", "warning",
+        "--log-level", "warning", *flags,
     )  # fmt: skip
     try:
         server.wait_ready()
@@ -78,3 +81,32 @@ def test_the_whole_conversation_matches_after_a_restart(tmp_path: Path) -> None:
     with serving(folder) as server:
         third = ask(server.url, chat, body, Turn("Nothing.", "Nothing else."))
     assert third.cached >= second.whole - SLACK
+
+
+def test_a_conversation_that_was_left_alone_leaves_memory_and_goes_on(tmp_path: Path) -> None:
+    chat = DIALECTS["chat"]
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": "What is in notes.txt?"},
+    ]
+    body = {"model": "any", "messages": messages, "temperature": 0}
+    with serving(tmp_path / "cache", "--idle-return-s", "0.1") as server:
+        root = server.url.removesuffix("/v1")
+        first = ask(server.url, chat, body, Turn("I will look. " * 100, "The file has to be read."))
+
+        def health() -> dict[str, Any]:
+            return json.loads(get_text(root + "/healthz"))["scheduler"]  # type: ignore[no-any-return]
+
+        until = time.monotonic() + LIMIT_S
+        while health()["cache"]["device"] and time.monotonic() < until:
+            time.sleep(0.05)
+        now = health()
+        assert (now["cache"]["device"], now["blocks_cached"]) == (0, 0)
+        assert now["cache"]["disk"] >= 1
+        messages += [
+            {"role": "assistant", "content": first.text},
+            {"role": "user", "content": "Thanks. And what else?"},
+        ]
+        second = ask(server.url, chat, body, Turn("Nothing.", "Nothing else."))
+        assert health()["cache"]["reads"] >= 1
+    assert second.cached >= first.whole - SLACK
