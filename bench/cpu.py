@@ -138,7 +138,7 @@ async def measure(args: argparse.Namespace, report: Report, program: Program) ->
             threads=args.threads, activations=args.activations, nice=args.nice,
         )  # fmt: skip
     info: EngineInfo = engine.info
-    peak = program.peak(info.activation == "int8")
+    peak = program.peak(info.activation.partition("+")[0])
     report.add(
         "model", model=args.model, isa=info.isa, threads=info.threads, numerics=info.numerics,
         bytes_per_token=info.token_bytes, matrix_weights=weights, peak_gop_s=peak / 1e9,

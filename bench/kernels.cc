@@ -3,7 +3,9 @@
 // usage: kernels ISA THREADS; reads one request a line and prints seconds for each:
 //   read BYTES                       every thread reads its part of a buffer
 //   int8 | float                     operations per second of the unit that products use (a rate)
-//   gemm FORM ENCODING ROWS COLS N   FORM int or float, N columns; weights rotate through memory
+//   bf16                             yes or no: whether there are products of bf16
+//   gemm FORM ENCODING ROWS COLS N   FORM int8, bf16 or float, N columns; weights rotate through
+//                                    memory
 //   quantize COLS N
 //   scan HEADS KEY VALUE N           N tokens of the delta rule, all heads
 // Times are medians over repetitions of about half a second in all.
@@ -241,7 +243,8 @@ QuantizedBlock *blocks(int cols, int n) {
 struct GemmTask {
   const Matrix *w;
   const float *x;
-  const QuantizedBlock *quantized;
+  const QuantizedBlock *quantized;  // of int8 products
+  const RoundedBlock *rounded;      // of bf16 ones
   int n;
   float *y;
 };
@@ -251,11 +254,13 @@ void gemm_task(void *context, int, int begin, int end) {
   const int r0 = begin * kPanel, r1 = std::min(end * kPanel, t->w->rows);
   if (t->quantized)
     kernels->gemm_int(t->w, t->quantized, (size_t)t->n, t->n, r0, r1, t->y, (size_t)t->w->rows);
+  else if (t->rounded)
+    bf16_for(kernels)->gemm(t->w, t->rounded, (size_t)t->n, t->n, r0, r1, t->y, (size_t)t->w->rows);
   else
     kernels->gemm(t->w, t->x, (size_t)t->w->cols, t->n, r0, r1, t->y, (size_t)t->w->rows);
 }
 
-double gemm_seconds(bool integers, int encoding, int rows, int cols, int n) {
+double gemm_seconds(const char *form, int encoding, int rows, int cols, int n) {
   const size_t size = matrix_bytes(encoding, rows, cols);
   const size_t rotate = n < 32 ? (size_t)384 << 20 : size;  // far over any cache
   std::vector<Matrix> copies(std::max<size_t>(1, rotate / size));
@@ -272,7 +277,13 @@ double gemm_seconds(bool integers, int encoding, int rows, int cols, int n) {
   QuantizedBlock *quantized = blocks(cols, n);
   for (int c = 0; c < n; c++)
     kernels->quantize(x + (size_t)c * cols, cols, quantized + c, (size_t)n);
-  GemmTask task = {nullptr, x, integers ? quantized : nullptr, n, y};
+  const size_t block_count = (size_t)quantized_blocks(cols) * n;
+  RoundedBlock *rounded = (RoundedBlock *)bytes(sizeof(RoundedBlock) * block_count);
+  const bool bf16 = !strcmp(form, "bf16");
+  for (int c = 0; bf16 && c < n; c++)
+    bf16_for(kernels)->round(x + (size_t)c * cols, cols, rounded + c, (size_t)n);
+  GemmTask task = {nullptr, x, strcmp(form, "int8") ? nullptr : quantized, bf16 ? rounded : nullptr,
+                   n,       y};
   const double seconds = median_seconds([&](int i) {
     task.w = &copies[(size_t)i % copies.size()];
     pool_run(pool, (rows + kPanel - 1) / kPanel, 1, gemm_task, &task);
@@ -281,6 +292,7 @@ double gemm_seconds(bool integers, int encoding, int rows, int cols, int n) {
   alloc_free(x);
   alloc_free(y);
   alloc_free(quantized);
+  alloc_free(rounded);
   return seconds;
 }
 
@@ -376,13 +388,14 @@ int main(int argc, char **argv) {
     } else if (!strcmp(word, "int8") || !strcmp(word, "float")) {
       result = peak(!strcmp(word, "int8"));
     } else if (sscanf(line, "gemm %31s %d %d %d %d", form, &a, &b, &c, &d) == 5) {
-      result = gemm_seconds(!strcmp(form, "int"), a, b, c, d);
+      result = gemm_seconds(form, a, b, c, d);
     } else if (sscanf(line, "quantize %d %d", &a, &b) == 2) {
       result = quantize_seconds(a, b);
     } else if (sscanf(line, "scan %d %d %d %d", &a, &b, &c, &d) == 4) {
       result = scan_seconds(a, b, c, d);
-    } else if (!strcmp(word, "name")) {
-      printf("%s\n", kernels->name);
+    } else if (!strcmp(word, "name") || !strcmp(word, "bf16")) {
+      const bool name = !strcmp(word, "name");
+      printf("%s\n", name ? kernels->name : bf16_for(kernels) ? "yes" : "no");
       fflush(stdout);
       continue;
     }

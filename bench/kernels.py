@@ -27,7 +27,7 @@ from kslserve.ksl.open import open_source
 from tests.native.objects import ROOT, kernel_sources, link
 
 ENCODINGS = {"f32": ENC_F32, "bf16": ENC_BF16, "e2m3": ENC_E2M3, "nvfp4": ENC_NVFP4}
-INTEGERS = ("e2m3", "nvfp4")  # multiplied by int8 activations
+FORMS = {"e2m3": "int8", "nvfp4": "int8", "bf16": "bf16"}  # activations; of others float
 READ_BYTES = 1 << 30
 MEMORY_BOUND_COLUMNS = 8
 
@@ -62,9 +62,15 @@ class Program:
         """Bytes per second at which all threads together read a buffer again and again."""
         return size / float(self.ask(f"read {size}"))
 
-    def peak(self, integers: bool) -> float:
-        """Operations per second of the unit that products use; 0 where this path has none."""
-        return float(self.ask("int8" if integers else "float"))
+    def peak(self, form: str) -> float:
+        """Operations per second of the unit that products of this form use; 0 where this path has
+        none. One of bf16 does twice what one of float32 does."""
+        if form == "bf16":
+            return 2 * float(self.ask("float")) if self.has_bf16() else 0.0
+        return float(self.ask(form))
+
+    def has_bf16(self) -> bool:
+        return self.ask("bf16") == "yes"
 
     def __enter__(self) -> Program:
         return self
@@ -96,9 +102,10 @@ def matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 
 def products(args: argparse.Namespace, report: Report, program: Program, spec: ModelSpec) -> None:
     for encoding in args.encodings.split(","):
-        integers = encoding in INTEGERS
-        peak = program.peak(integers)
-        form, number = "int" if integers else "float", ENCODINGS[encoding]
+        form, number = FORMS.get(encoding, "float"), ENCODINGS[encoding]
+        if form == "bf16" and not program.has_bf16():
+            form = "float"
+        peak = program.peak(form)
         report.add(f"peak_{form}", gop_s=peak / 1e9)
         for columns in map(int, args.columns.split(",")):
             for name, (rows, cols) in matrices(spec).items():
@@ -128,7 +135,7 @@ def others(report: Report, program: Program, spec: ModelSpec) -> None:
     if not spec.lin_value_heads:
         return
     heads, dk, dv = spec.lin_value_heads, spec.lin_key_dim, spec.lin_value_dim
-    peak = program.peak(False)
+    peak = program.peak("float")
     for tokens in (1, 8, 512):
         seconds = float(program.ask(f"scan {heads} {dk} {dv} {tokens}"))
         # Seven operations per element of the state: a product and three multiply-adds.

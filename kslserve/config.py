@@ -66,8 +66,9 @@ class Settings:
     )
     activations: str = _s(
         "auto", "choice",
-        "activations of matrix products; auto: the backend's own (CPU: int8; CUDA: e4m3 of "
-        "FP6 prompts); float: rounded no further than to halves",
+        "activations of matrix products; auto: the backend's own (CPU: int8, of bf16 weights "
+        "bf16 where the machine has it; CUDA: e4m3 of FP6 prompts); float: rounded no further "
+        "than to halves",
         choices=("auto", "float"),
     )  # fmt: skip
     device: str = _s(

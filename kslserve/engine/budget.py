@@ -156,9 +156,9 @@ def workspace_bytes(
 
 def quantized_bytes(columns: int) -> int:
     """Bytes of one input of a product in int8: codes, and per 32 a scale and a sum, per 16 a
-    sum."""
+    sum; and in bf16, for weights of that kind."""
     padded = -(-columns // 128) * 128
-    return padded + 8 * padded // 32 + 4 * padded // 16
+    return 3 * padded + 8 * padded // 32 + 4 * padded // 16
 
 
 def _padded(floats: int) -> int:

@@ -85,11 +85,13 @@ const Kernels *kernels_for(int isa) {
   }
 }
 
-const AttnKernels *attention_for(const Kernels *kernels, bool bf16) {
+const Bf16Kernels *bf16_for(const Kernels *kernels) {
 #if defined(__x86_64__)
-  if (bf16 && kernels == &kernels_avx512 && has_bf16()) return &kernels_avx512bf16;
+  if (kernels == &kernels_avx512 && has_bf16()) return &kernels_avx512bf16;
+#else
+  (void)kernels;
 #endif
-  return &kernels->attn;
+  return nullptr;
 }
 
 const char *kernels_list(void) {

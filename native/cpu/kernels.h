@@ -35,6 +35,12 @@ static inline bool has_small_integers(const Matrix *w) {
   return w->encoding == KSL_ENC_E2M3 || w->encoding == KSL_ENC_NVFP4;
 }
 
+// Whether a product takes its input as bf16 where the machine has such products. Matrices of few
+// rows, which make gates, do not: rounding would cost more than it saves.
+static inline bool has_bf16_products(const Matrix *w) {
+  return w->encoding == KSL_ENC_BF16 && w->rows >= kScaleBlock;
+}
+
 // kScaleBlock activations of one column of a product as int8: code * scale. What is beyond the end
 // of the column is zero. The same block of all columns lies side by side, aligned, so that a kernel
 // walks through one piece of memory: block b of column c is x[b * stride + c].
@@ -44,6 +50,10 @@ struct QuantizedBlock {
   float scales[kScaleBlock / kActBlock];    // NaN where an activation is not finite
   int32_t blocks[kScaleBlock / kActBlock];  // -kOffset times the sum of the codes
   int32_t groups[kScaleBlock / kGroup];     // the same of kGroup columns
+};
+// The same as bf16.
+struct RoundedBlock {
+  uint16_t values[kScaleBlock];
 };
 static inline int quantized_blocks(int n) {
   return (n + kScaleBlock - 1) / kScaleBlock;
@@ -116,13 +126,22 @@ struct Kernels {
 const Kernels *kernels_for(int isa);
 const char *kernels_list(void);  // "scalar avx2 avx512" as runnable here
 
-// The attention of a table: where `bf16` allows it and the machine has it, the one of bf16
-// products.
-const AttnKernels *attention_for(const Kernels *kernels, bool bf16);
+// What bf16 products do beside a table.
+struct Bf16Kernels {
+  AttnKernels attn;
+  // As Kernels.quantize: x rounded to bf16, to nearest even.
+  void (*round)(const float *x, int n, RoundedBlock *out, size_t stride);
+  // As Kernels.gemm_int, for bf16 weights. Additions: pairs of columns ascending within kScaleBlock
+  // columns, then block by block.
+  void (*gemm)(const Matrix *w, const RoundedBlock *x, size_t stride, int n, int r0, int r1,
+               float *y, size_t ys);
+};
+// Null where the machine lacks them or the table is another one than AVX-512.
+const Bf16Kernels *bf16_for(const Kernels *kernels);
 
 // One table per object, the only symbol it exports.
 extern const Kernels kernels_scalar, kernels_avx2, kernels_avx512;
-extern const AttnKernels kernels_avx512bf16;
+extern const Bf16Kernels kernels_avx512bf16;
 
 // Bytes of a packed matrix, a multiple of 64. (pack.cc; not per ISA.)
 size_t matrix_bytes(int encoding, int64_t rows, int64_t cols);

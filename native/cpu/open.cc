@@ -149,6 +149,7 @@ int make_scratch(Backend *b, ksl_error *error) {
   if (!floats) {
     const size_t blocks = columns * quantized_blocks(widest_input(spec));
     b->quantized = static_cast<QuantizedBlock *>(own_bytes(b, blocks * sizeof(QuantizedBlock)));
+    b->rounded = static_cast<RoundedBlock *>(own_bytes(b, blocks * sizeof(RoundedBlock)));
   }
 
   b->x = own_floats(b, columns * b->hidden_stride);
@@ -172,9 +173,9 @@ int make_scratch(Backend *b, ksl_error *error) {
   b->partial_tiles = 32 * b->threads;
   b->partials = own_floats(b, padded(query + 2 * group) * b->partial_tiles);
   b->workers = static_cast<WorkerScratch *>(own_bytes(b, b->threads * sizeof(WorkerScratch)));
-  if (!region || (!floats && !b->quantized) || !b->x || !b->normed || !b->mixed || !b->final ||
-      !b->chain || !b->head_in || !b->logits || !b->zero_hidden || !b->rows || !b->jobs ||
-      !b->keep || !ring_scratch(b) || !b->partials || !b->workers ||
+  if (!region || (!floats && (!b->quantized || !b->rounded)) || !b->x || !b->normed || !b->mixed ||
+      !b->final || !b->chain || !b->head_in || !b->logits || !b->zero_hidden || !b->rows ||
+      !b->jobs || !b->keep || !ring_scratch(b) || !b->partials || !b->workers ||
       !make_batch(b, &b->trunk, b->config->wave_columns) ||
       !make_batch(b, &b->drafts, b->config->slots)) {
     return no_memory(error, "the activations");
@@ -243,7 +244,8 @@ int fill_backend(Backend *b, const TensorTable *tensors, ksl_error *error) {
                 "This machine or build has no instruction set path %d (has: %s).", config->isa,
                 kernels_list());
   }
-  b->attn = attention_for(b->kernels, config->activations != KSL_ACT_FLOAT);
+  b->bf16 = config->activations == KSL_ACT_FLOAT ? nullptr : bf16_for(b->kernels);
+  b->attn = b->bf16 ? &b->bf16->attn : &b->kernels->attn;
   b->threads = thread_count(config->threads);
   b->inline_cost = config->test_hooks ? 0 : kInlineCost;
   b->owned_capacity = 24 * (spec->layers + spec->mtp_layers) + 8 * b->threads + 80;
@@ -324,7 +326,9 @@ void cpu_info(Backend *b, ksl_info *info) {
   info->pool_bytes = b->pool_bytes;
   info->scratch_bytes = b->scratch_bytes;
   snprintf(info->isa, sizeof info->isa, "%s", b->kernels->name);
-  const char *activation = b->quantized && has_int_weights(b) ? "int8" : "float";
+  const bool integers = b->quantized && has_int_weights(b);
+  const bool rounded = b->bf16 && b->has_bf16_products;
+  const char *activation = integers ? rounded ? "int8+bf16" : "int8" : rounded ? "bf16" : "float";
   snprintf(info->activation, sizeof info->activation, "%s", activation);
   snprintf(info->equality, sizeof info->equality, "bit");
   char ring[16] = "";

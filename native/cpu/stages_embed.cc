@@ -20,6 +20,13 @@ int panels_of(const Matrix *w) {
   return (w->rows + kPanel - 1) / kPanel;
 }
 
+bool takes_int8(const Backend *b, const Matrix *w) {
+  return b->quantized && has_small_integers(w);
+}
+bool takes_bf16(const Backend *b, const Matrix *w) {
+  return b->bf16 && has_bf16_products(w);
+}
+
 // Items are panels, counted through all matrices.
 void project_task(void *context, int, int begin, int end) {
   const ProjectTask *t = static_cast<const ProjectTask *>(context);
@@ -32,7 +39,10 @@ void project_task(void *context, int, int begin, int end) {
     if (from < to) {
       const int last = to * kPanel < p->w->rows ? to * kPanel : p->w->rows;
       const Kernels *kernels = t->b->kernels;
-      if (t->b->quantized && has_small_integers(p->w)) {
+      if (takes_bf16(t->b, p->w)) {
+        t->b->bf16->gemm(p->w, t->b->rounded, t->columns, t->columns, from * kPanel, last, p->y,
+                         p->stride);
+      } else if (takes_int8(t->b, p->w)) {
         kernels->gemm_int(p->w, t->b->quantized, t->columns, t->columns, from * kPanel, last, p->y,
                           p->stride);
       } else {
@@ -55,6 +65,13 @@ void quantize_task(void *context, int, int begin, int end) {
   const QuantizeTask *t = static_cast<const QuantizeTask *>(context);
   for (int c = begin; c < end; c++) {
     t->b->kernels->quantize(t->x + c * t->stride, t->n, t->b->quantized + c, t->columns);
+  }
+}
+
+void round_task(void *context, int, int begin, int end) {
+  const QuantizeTask *t = static_cast<const QuantizeTask *>(context);
+  for (int c = begin; c < end; c++) {
+    t->b->bf16->round(t->x + c * t->stride, t->n, t->b->rounded + c, t->columns);
   }
 }
 
@@ -97,16 +114,16 @@ void project(Backend *b, const Projection *projections, int n_projections, const
              size_t x_stride, int columns) {
   ProjectTask task = {b, projections, n_projections, x, x_stride, columns};
   int panels = 0;
-  bool quantized = false;
+  bool quantized = false, rounded = false;
   for (int i = 0; i < n_projections; i++) {
     panels += panels_of(projections[i].w);
-    quantized |= b->quantized && has_small_integers(projections[i].w);
+    quantized |= takes_int8(b, projections[i].w);
+    rounded |= takes_bf16(b, projections[i].w);
   }
-  if (quantized) {
-    QuantizeTask quantize = {b, x, x_stride, projections[0].w->cols, columns};
-    parallel(b, columns, static_cast<int64_t>(columns) * quantize.n * kQuantizeCost, quantize_task,
-             &quantize);
-  }
+  QuantizeTask quantize = {b, x, x_stride, projections[0].w->cols, columns};
+  const int64_t quantize_cost = static_cast<int64_t>(columns) * quantize.n * kQuantizeCost;
+  if (quantized) parallel(b, columns, quantize_cost, quantize_task, &quantize);
+  if (rounded) parallel(b, columns, quantize_cost, round_task, &quantize);
   const int64_t cost =
       static_cast<int64_t>(panels) * kPanel * projections[0].w->cols * (columns + 1) / 2;
   parallel(b, panels, cost, project_task, &task);

@@ -88,6 +88,7 @@ struct Backend {
   const ksl_config *config;
   Alloc *alloc;
   const Kernels *kernels;
+  const Bf16Kernels *bf16;  // null: not here, or not wanted
   const AttnKernels *attn;
   Pool *pool;
   int threads;
@@ -106,7 +107,8 @@ struct Backend {
   float *mtp_norm_embedding, *mtp_norm_hidden, *mtp_norm;
   double *frequency;  // [rotary_dims / 2]
   uint64_t weight_bytes, token_bytes;
-  uint32_t encodings;  // bit set per KSL_ENC_* in use
+  uint32_t encodings;      // bit set per KSL_ENC_* in use
+  bool has_bf16_products;  // some matrix takes the input rounded to bf16, where that exists
 
   // pools
   size_t state_layer, conv_layer;     // of one linear layer in a slab
@@ -150,6 +152,7 @@ struct Backend {
   float *query_gate, *k, *v, *q, *o;
   float *mlp_gate, *mlp_up;
   QuantizedBlock *quantized;  // the input of a product; null: floats only
+  RoundedBlock *rounded;      // the same where weights are bf16
   float *mtp_in;              // [columns][2 * hidden]
   float *chain;               // [columns][hidden], post-norm MTP hidden
   float *head_in;             // [kHeadBatch][hidden]

@@ -117,6 +117,7 @@ int pack(Loader *in, const ksl_tensor *tensor, bool read_per_token, Matrix *out)
   if (code) return code;
   b->weight_bytes += out->bytes;
   if (read_per_token) b->token_bytes += out->bytes;
+  if (read_per_token) b->has_bf16_products |= has_bf16_products(out);
   b->encodings |= 1u << tensor->encoding;
   return KSL_OK;
 }

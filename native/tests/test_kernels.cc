@@ -345,6 +345,90 @@ void test_gemm_int(const Kernels &k, int encoding, int rows, int cols, int n) {
   }
 }
 
+// ---- bf16 activations
+
+struct Rounded {
+  std::vector<RoundedBlock> blocks;
+  size_t stride;  // more than the columns, of which nothing else is touched
+
+  Rounded(const Bf16Kernels &k, const Floats &x, int cols, int n)
+      : blocks(((size_t)n + 2) * (size_t)quantized_blocks(cols), RoundedBlock{}),
+        stride((size_t)n + 2) {
+    for (RoundedBlock &block : blocks) memset((void *)&block, 0xcd, sizeof block);
+    for (int c = 0; c < n; c++) k.round(&x[c * (size_t)cols], cols, &blocks[c], stride);
+    for (int b = 0; b < quantized_blocks(cols); b++)
+      check(blocks[b * stride + n].values[0] == 0xcdcd, "round wrote beside it");
+  }
+  float value(int c, int i) const {
+    const uint32_t bits = (uint32_t)blocks[i / 128 * stride + c].values[i % 128] << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+  }
+};
+
+void test_round(const Bf16Kernels &k, int cols) {
+  Floats x = random_floats(cols, exp(8 * uniform()));
+  x[below(cols)] = 1.00390625f;  // a tie: to even, which is 1
+  const Rounded made(k, x, cols, 1);
+  for (int i = 0; i < quantized_blocks(cols) * 128; i++) {
+    const double value = i < cols ? x[i] : 0;
+    check(fabs(made.value(0, i) - value) <= fabs(value) * 0x1p-8, "round %d: [%d] is %g, not %g",
+          cols, i, made.value(0, i), value);
+    if (value == 1.00390625) check(made.value(0, i) == 1.0f, "round: a tie is not to even");
+  }
+  for (const float bad : {(float)NAN, (float)INFINITY, (float)-INFINITY}) {
+    Floats y = x;
+    const int at = below(cols);
+    y[at] = bad;
+    const float found = Rounded(k, y, cols, 1).value(0, at);
+    check(bad != bad ? found != found : found == bad, "round: %g becomes %g", bad, found);
+  }
+}
+
+// The sums of the table's own product, and of doubles, of the same rounded columns.
+void test_gemm_bf16(const Kernels &table, const Bf16Kernels &k, int rows, int cols, int n) {
+  const Encoded m = random_matrix(KSL_ENC_BF16, rows, cols);
+  Packed packed(m);
+  const size_t ys = (size_t)rows + below(5);
+  const Floats x = random_floats((size_t)cols * n);
+  const Rounded rounded(k, x, cols, n);
+  Floats y(ys * n, 7.0f), values((size_t)cols * n), plain(ys * n);
+  for (int c = 0; c < n; c++)
+    for (int i = 0; i < cols; i++) values[c * (size_t)cols + i] = rounded.value(c, i);
+  k.gemm(&packed.w, rounded.blocks.data(), rounded.stride, n, 0, rows, y.data(), ys);
+  table.gemm(&packed.w, values.data(), cols, n, 0, rows, plain.data(), ys);
+  for (int c = 0; c < n; c++) {
+    for (int r = 0; r < rows; r++) {
+      double sum = 0, size = 0;
+      for (int i = 0; i < cols; i++) {
+        const double term = (double)m.values[(size_t)r * cols + i] * values[c * (size_t)cols + i];
+        sum += term;
+        size += fabs(term);
+      }
+      const float found = y[c * ys + r];
+      check(fabs(found - sum) <= 2e-6 * size && fabs(found - plain[c * ys + r]) <= 2e-6 * size,
+            "bf16 %dx%d by %d: [%d, %d] is %g, not %g", rows, cols, n, c, r, found, sum);
+    }
+    for (size_t r = rows; r < ys; r++) check(y[c * ys + r] == 7.0f, "gemm wrote behind its rows");
+  }
+  for (int round = 0; round < 4; round++) {
+    Floats z(ys * n, 7.0f);
+    for (int c = 0; c < n;) {
+      const int width = round == 0 ? 1 : 1 + below(n - c);
+      for (int r = 0; r < rows;) {
+        int end = r + 16 * (1 + below(6));
+        if (end > rows) end = rows;
+        k.gemm(&packed.w, &rounded.blocks[c], rounded.stride, width, r, end, &z[c * ys], ys);
+        r = end;
+      }
+      c += width;
+    }
+    check(same_bits(y.data(), z.data(), y.size()), "bf16 %dx%d by %d: bits depend on the split",
+          rows, cols, n);
+  }
+}
+
 // Extremes: every weight code against activations of one code, where 16-bit sums would overflow.
 void test_int_extremes(const Kernels &k, int encoding) {
   const int count = encoding == KSL_ENC_E2M3 ? 64 : 16;
@@ -900,7 +984,14 @@ int main(int argc, char **argv) {
   test_scan(k, 20, 128, 128);
   test_scan(k, 5, 256, 33);
   test_attention_tables(k.attn);
-  if (attention_for(&k, true) != &k.attn) test_attention_tables(*attention_for(&k, true));
+  if (const Bf16Kernels *bf16 = bf16_for(&k)) {
+    test_attention_tables(bf16->attn);
+    for (const int cols : {1, 16, 100, 128, 130, 272, 1030}) test_round(*bf16, cols);
+    for (const int n : {1, 2, 3, 5, 6, 7, 13, 30}) {
+      test_gemm_bf16(k, *bf16, 16 * (1 + below(9)) - below(15), 1 + below(600), n);
+      test_gemm_bf16(k, *bf16, 16 * (1 + below(9)), 16 * (1 + below(40)), n);
+    }
+  }
   if (failures) fprintf(stderr, "%s: %d checks failed\n", k.name, failures);
   return failures ? 1 : 0;
 }
