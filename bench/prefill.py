@@ -16,11 +16,10 @@ import argparse
 import asyncio
 import statistics
 
-from bench.device import BLOCK
+from bench.device import opened
 from bench.report import Report
 from bench.torch_peer import measure
-from kslserve.engine.cuda import load_library
-from kslserve.engine.model import ModelSpec, PoolSizes
+from kslserve.engine.model import ModelSpec
 from kslserve.engine.native import NativeEngine
 from kslserve.engine.types import Row, RowKind
 from kslserve.ksl.open import open_model
@@ -97,7 +96,7 @@ async def bench(
     peak = matmul_peak()
     await prompts.runner.begin([0])
     await prompts.runner.begin([1])
-    await prompts.prompt(0, min(lengths))
+    await prompts.prompt(0, args.columns)
     cold = {}
     for n in lengths:
         await prompts.runner.begin([0])
@@ -127,11 +126,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
     args.lengths = [int(n) for n in args.lengths.split(",")]
-    args.per_slot = -(-(max(args.lengths) + args.columns) // BLOCK)
-    sizes = PoolSizes(
-        slots=2, slabs=2, blocks=2 * args.per_slot, block_tokens=BLOCK,
-        blocks_per_slot=args.per_slot, wave_columns=args.columns,
-    )  # fmt: skip
+    positions = max(args.lengths) + args.columns
     report = Report("prefill")
     args.theirs = {}
     if args.peer and (found := measure(args.model, args.peer)):
@@ -140,10 +135,8 @@ def main() -> None:
         report.add("peer", **found, **speeds)
     for weights in args.weights.split(","):
         with open_model(args.model, weights=weights) as model:
-            engine = NativeEngine.open(
-                model.spec, model.tensors, sizes, kv_format=args.kv, library=load_library()
-            )
             flops = product_flops(model.spec)
+        engine = opened(args.model, weights, args.kv, 2, positions, args.columns)
         asyncio.run(bench(report, weights, flops, engine, args))
         engine.close()
     report.write(args.save)

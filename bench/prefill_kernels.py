@@ -20,11 +20,10 @@ from collections import defaultdict
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.device import BLOCK
+from bench.device import opened
 from bench.prefill import Prompts, matmul_peak
 from bench.report import Report
-from kslserve.engine.cuda import load_library
-from kslserve.engine.model import ModelSpec, PoolSizes
+from kslserve.engine.model import ModelSpec
 from kslserve.engine.native import NativeEngine
 from kslserve.engine.types import Row, RowKind
 from kslserve.ksl.open import open_model
@@ -115,18 +114,12 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
     args.positions = [int(n) for n in args.positions.split(",")]
-    per_slot = -(-(max(args.positions) + args.columns) // BLOCK)
-    sizes = PoolSizes(
-        slots=1, slabs=1, blocks=per_slot, block_tokens=BLOCK, blocks_per_slot=per_slot,
-        wave_columns=args.columns,
-    )  # fmt: skip
+    positions = max(args.positions) + args.columns
     report = Report("prefill_kernels")
     for weights in args.weights.split(","):
         with open_model(args.model, weights=weights) as model:
-            engine = NativeEngine.open(
-                model.spec, model.tensors, sizes, kv_format=args.kv, library=load_library()
-            )
             spec = model.spec
+        engine = opened(args.model, weights, args.kv, 1, positions, args.columns)
         asyncio.run(bench(report, weights, spec, engine, args))
         engine.close()
     report.write(args.save)
