@@ -540,10 +540,12 @@ void cuda_info(Backend *b, ksl_info *info) {
   // Activations of packed products are halves, or e4m3 for FP6 weights in waves of many tokens; all
   // else is float32. Bits depend on what a token's wave held beside it where waves may have more
   // than kWideTokens columns, and on the length of its row where prompt rows may have kLongRow.
-  const bool packed = b->encodings & (1u << KSL_ENC_E2M3 | 1u << KSL_ENC_NVFP4);
+  const bool bf16 = b->encodings & 1u << KSL_ENC_BF16;
+  const bool halves = bf16 && b->major == 9 && b->config->activations == KSL_ACT_AUTO;
+  const bool packed = halves || b->encodings & (1u << KSL_ENC_E2M3 | 1u << KSL_ENC_NVFP4);
   const bool large = b->config->wave_columns > kWideTokens;
   const bool both = packed && b->wide && large;
-  const bool dense = large && b->encodings & 1u << KSL_ENC_BF16;
+  const bool dense = large && bf16;
   const bool e4m3 = b->encodings & 1u << KSL_ENC_E2M3 && b->config->activations == KSL_ACT_AUTO;
   const bool terms = b->scaled && b->encodings & 1u << KSL_ENC_NVFP4;
   snprintf(info->activation, sizeof info->activation, "%s%s%s", packed ? "f16" : "float",

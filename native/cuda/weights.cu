@@ -83,6 +83,11 @@ int hold_values(Loader *in, const ksl_tensor **tensor, ksl_tensor *copy) {
 bool is_packed(int encoding) {
   return encoding == KSL_ENC_E2M3 || encoding == KSL_ENC_NVFP4;
 }
+// Whether bf16 matrices are packed as halves: where nothing asks for float32 activations, on
+// devices that multiply many tokens by them.
+bool packs_bf16(const Backend *b) {
+  return b->major == 9 && b->config->activations == KSL_ACT_AUTO;
+}
 
 void copy_in(Loader *in, void *to, const void *from, uint64_t bytes) {
   if (bytes == 0) return;
@@ -198,63 +203,80 @@ struct Wanted {
 // reader that can add slices.
 enum GroupUse { kApart, kPaired, kSummed };
 
+// Memory of a packed form, and the rows of those of `tensors` that are its parts.
+int fill_packed(Loader *in, const ksl_tensor *const *tensors, GroupUse use, Packed *m) {
+  Backend *b = in->b;
+  const int columns = b->config->wave_columns, slots = b->config->slots;
+  const bool sliced = slices_pay(columns > slots ? columns : slots, b->wide);
+  const Shares shares = choose_shares(m->tiles, m->supers, packed_block_bytes(m->encoding),
+                                      use == kSummed && sliced, b->device.room);
+  m->set_tiles = shares.set_tiles;
+  m->ways = shares.ways;
+  m->slices = shares.slices;
+  m->shares = shares.shares;
+  if (m->slices > b->most_slices) b->most_slices = m->slices;
+  const uint64_t bytes =
+      static_cast<uint64_t>(m->tiles) * m->supers * packed_block_bytes(m->encoding);
+  m->data = static_cast<uint8_t *>(own_device(b, bytes));
+  m->scale = own_many<float>(b, static_cast<size_t>(m->tiles) * 16);
+  if (!m->data || !m->scale) return out_of_memory(in, tensors[m->parts[0].matrix]->name);
+  b->weight_bytes += bytes + static_cast<uint64_t>(m->tiles) * 64;
+  for (int p = 0; p < m->n_parts; p++) {
+    const int code =
+        pack_tensor(in, tensors[m->parts[p].matrix], m, m->parts[p].first, m->pair ? 1 + p : 0);
+    if (code) return code;
+  }
+  return KSL_OK;
+}
+
 // Matrices [0, n) with one input into a group.
 int load_group(Loader *in, const Wanted *wanted, int n, int64_t cols, GroupUse use, Group *out,
                bool read_per_token = true) {
   Backend *b = in->b;
   const ksl_tensor *tensors[kGroupParts];
+  bool all_bf16 = true;
   for (int i = 0; i < n; i++) {
     tensors[i] = find(in, wanted[i].name, wanted[i].rows, cols);
     if (!tensors[i]) return KSL_INVALID;
+    all_bf16 = all_bf16 && tensors[i]->encoding == KSL_ENC_BF16;
   }
   *out = Group{};
-  const int columns = b->config->wave_columns, slots = b->config->slots;
-  const bool sliced = slices_pay(columns > slots ? columns : slots, b->wide);
   const uint64_t before = b->weight_bytes;
   const bool pair = use == kPaired && tensors[0]->encoding == tensors[1]->encoding;
-  bool done[kGroupParts] = {};
+  const auto packed_form = [&](int encoding) {
+    Packed m = {};
+    m.encoding = encoding;
+    m.cols = static_cast<int>(cols);
+    m.supers = divide_up(cols, kSuper);
+    m.pair = pair;
+    for (int j = 0; j < n; j++) {
+      if (tensors[j]->encoding != encoding) continue;
+      PackedPart *part = &m.parts[m.n_parts++];
+      part->matrix = j;
+      part->rows = static_cast<int>(wanted[j].rows);
+      part->tiles = divide_up(wanted[j].rows, pair ? 8 : 16);
+      part->first = pair ? 0 : m.tiles;
+      m.tiles = pair ? part->tiles : m.tiles + part->tiles;
+    }
+    return m;
+  };
+  // A few bf16 rows beside packed matrices are taken along by their kernel as they are.
+  const bool whole_bf16 = all_bf16 && packs_bf16(b);
   for (int i = 0; i < n; i++) {
-    if (done[i]) continue;
     const int encoding = tensors[i]->encoding;
-    if (!is_packed(encoding)) {
+    if (!is_packed(encoding) && !whole_bf16) {
       out->plain_matrix[out->n_plain] = i;
       const int code = load_raw(in, tensors[i], &out->plain[out->n_plain++]);
       if (code) return code;
       continue;
     }
+    bool done = false;
+    for (int j = 0; j < i; j++) done = done || tensors[j]->encoding == encoding;
+    if (done) continue;
     Packed *m = &out->packed[out->n_packed++];
-    m->encoding = encoding;
-    m->cols = static_cast<int>(cols);
-    m->supers = divide_up(cols, kSuper);
-    m->pair = pair;
-    for (int j = i; j < n; j++) {
-      if (tensors[j]->encoding != encoding) continue;
-      done[j] = true;
-      PackedPart *part = &m->parts[m->n_parts++];
-      part->matrix = j;
-      part->rows = static_cast<int>(wanted[j].rows);
-      part->tiles = divide_up(wanted[j].rows, pair ? 8 : 16);
-      part->first = pair ? 0 : m->tiles;
-      m->tiles = pair ? part->tiles : m->tiles + part->tiles;
-    }
-    const Shares shares = choose_shares(m->tiles, m->supers, packed_block_bytes(encoding),
-                                        use == kSummed && sliced, b->device.room);
-    m->set_tiles = shares.set_tiles;
-    m->ways = shares.ways;
-    m->slices = shares.slices;
-    m->shares = shares.shares;
-    if (m->slices > b->most_slices) b->most_slices = m->slices;
-    const uint64_t bytes =
-        static_cast<uint64_t>(m->tiles) * m->supers * packed_block_bytes(encoding);
-    m->data = static_cast<uint8_t *>(own_device(b, bytes));
-    m->scale = own_many<float>(b, static_cast<size_t>(m->tiles) * 16);
-    if (!m->data || !m->scale) return out_of_memory(in, tensors[i]->name);
-    b->weight_bytes += bytes + static_cast<uint64_t>(m->tiles) * 64;
-    for (int p = 0; p < m->n_parts; p++) {
-      const int code =
-          pack_tensor(in, tensors[m->parts[p].matrix], m, m->parts[p].first, pair ? 1 + p : 0);
-      if (code) return code;
-    }
+    *m = packed_form(encoding);
+    const int code = fill_packed(in, tensors, use, m);
+    if (code) return code;
   }
   if (read_per_token) b->token_bytes += b->weight_bytes - before;
   return KSL_OK;
@@ -356,6 +378,13 @@ int load_head(Loader *in) {
       table_find(in->tensors, "lm_head.weight", s->vocab, s->hidden, true, &quiet);
   if (!head && quiet.code) return fail(in->error, quiet.code, "%s", quiet.text);
   const uint64_t before = b->weight_bytes;
+  if (!head && embedding->encoding == KSL_ENC_BF16 && packs_bf16(b)) {
+    const Wanted wanted = {"model.embed_tokens.weight", s->vocab};
+    const int code = load_group(in, &wanted, 1, s->hidden, kApart, &b->head);
+    const Packed &m = b->head.packed[0];
+    b->embedding = {kRawPackedBf16, s->vocab, s->hidden, m.data, m.scale, nullptr};
+    return code;
+  }
   const int code = load_raw(in, embedding, &b->embedding);
   if (code) return code;
   if (head) {
@@ -395,7 +424,8 @@ int make_staging(Loader *in) {
     if (!encoding_bytes(t.encoding, 128, t.cols, &block[0], &block[1], &block[2])) continue;
     if (!encoding_bytes(t.encoding, t.rows, t.cols, &all[0], &all[1], &all[2])) continue;
     const bool small = t.cols <= kTaps;  // read as a whole by load_values
-    if (!is_packed(t.encoding) && !small) continue;
+    const bool halves = t.encoding == KSL_ENC_BF16 && packs_bf16(in->b);
+    if (!is_packed(t.encoding) && !halves && !small) continue;
     int64_t pieces = kStageBytes / static_cast<int64_t>(block[0]);
     if (pieces < 1) pieces = 1;
     const int64_t needed[3] = {static_cast<int64_t>(block[0]) * pieces,

@@ -23,7 +23,7 @@ const Matrix kMatrices[] = {
     {768, 256, false},    {256, 512, true},      {203, 80, false},     {80, 144, true},
     {17, 100000, false},  {17, 100000, true},
 };
-const int kBlocks[] = {2048 + 1024 + 16, 2048 + 256};  // FP6, NVFP4
+const int kBlocks[] = {2048 + 1024 + 16, 2048 + 256, 8192};  // FP6, NVFP4, bf16
 
 int failures = 0;
 

@@ -42,12 +42,14 @@ SAMPLINGS = [
 ]
 
 
-@pytest.fixture(params=["mixed", "e2m3", "nvfp4"])
+@pytest.fixture(params=["mixed", "e2m3", "nvfp4", "bf16"])
 def driver(request: pytest.FixtureRequest, opened: Opener) -> Driver:
     spec = spec_named("round")
-    kv = {"mixed": "f32", "e2m3": "q4", "nvfp4": "fp8"}[request.param]
+    kv = {"mixed": "f32", "e2m3": "q4", "nvfp4": "fp8", "bf16": "bf16"}[request.param]
     tensors = tiny_tensors(spec, tiny_arrays(spec), request.param)
-    return opened(spec, tensors, kv=kv)
+    # bf16 weights are packed unless float32 activations are asked for.
+    activations = "auto" if request.param == "bf16" else "float"
+    return opened(spec, tensors, kv=kv, activations=activations)
 
 
 def images(stream: Stream, positions: int | None = None) -> list[bytes]:

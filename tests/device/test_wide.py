@@ -23,9 +23,10 @@ pytestmark = pytest.mark.cuda
 TOLERANCE = 1e-2
 
 
-@pytest.mark.parametrize("policy", ["bf16", "e2m3", "nvfp4", "mixed"])
+@pytest.mark.parametrize("policy", ["bf16", "bf16 as halves", "e2m3", "nvfp4", "mixed"])
 @pytest.mark.parametrize("shape", ["tiny", "round", "27b-heads"])
 def test_every_tap(opened: Opener, shape: str, policy: str) -> None:
+    policy, _, halves = policy.partition(" as ")
     seed = secrets.randbits(32)
     spec = spec_named(shape)
     tensors = tiny_tensors(spec, tiny_arrays(spec, seed), policy)
@@ -34,7 +35,8 @@ def test_every_tap(opened: Opener, shape: str, policy: str) -> None:
     cut = int(rng.integers(65, 220))
     found = []
     for on in ("cuda", "cpu"):
-        driver = opened(spec, tensors, on=on, wave_columns=240)
+        activations = "auto" if halves and on == "cuda" else "float"
+        driver = opened(spec, tensors, on=on, wave_columns=240, activations=activations)
         stream, other = driver.begin(0), driver.begin(1)
         taps: dict[str, F32] = {}
         for index, (part, beside) in enumerate(((ids[:cut], 0), (ids[cut:], 23))):
@@ -51,7 +53,7 @@ def test_every_tap(opened: Opener, shape: str, policy: str) -> None:
     def limit(name: str) -> float:
         if shape == "27b-heads":  # prompt rows of these heads also have the delta rule in chunks
             return LAYERS_TOLERANCE
-        if policy == "bf16":
+        if policy == "bf16" and not halves:
             return 1e-4
         return TOLERANCE if name[2:].startswith("layers.0.") else LAYERS_TOLERANCE
 
@@ -59,10 +61,11 @@ def test_every_tap(opened: Opener, shape: str, policy: str) -> None:
     assert not bad, f"seed {seed}, cut {cut}: {bad}"
 
 
-@pytest.mark.parametrize("policy", ["e2m3", "nvfp4"])
+@pytest.mark.parametrize("policy", ["e2m3", "nvfp4", "bf16"])
 def test_products_depend_on_their_token_alone(opened: Opener, policy: str) -> None:
     spec = spec_named("round")
-    driver = opened(spec, tiny_tensors(spec, tiny_arrays(spec), policy), wave_columns=240)
+    tensors = tiny_tensors(spec, tiny_arrays(spec), policy)
+    driver = opened(spec, tensors, wave_columns=240, activations="auto")
     ids = np.random.default_rng(4).integers(0, spec.token_limit, 240).astype(np.int32)
     names = ["layers.0.gdn_qkv", "layers.0.gdn_z"]
     whole = driver.begin(0)
@@ -76,7 +79,7 @@ def test_products_depend_on_their_token_alone(opened: Opener, policy: str) -> No
                 np.testing.assert_array_equal(taps[name], expected[name][part], f"{name} {cut}")
 
 
-@pytest.mark.parametrize("policy", ["e2m3", "nvfp4"])
+@pytest.mark.parametrize("policy", ["e2m3", "nvfp4", "bf16"])
 def test_tiles_of_every_width(opened: Opener, policy: str) -> None:
     """Matrices with more rows than the device takes at one time: blocks take 256, 160 or 128 tokens
     by the size of the wave, and a product has the same bits."""

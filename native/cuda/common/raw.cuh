@@ -6,12 +6,20 @@ namespace ksl {
 
 // A matrix as ksl.h lays it out, in device memory.
 struct Raw {
-  int encoding;
+  int encoding;  // of ksl.h, or kRawPackedBf16
   int rows, cols;
   const void *codes;
   const void *scales;
   const float *globals;
 };
+
+// bf16 that pack.cu made, which is read by raw_any alone: scales is Packed::scale.
+constexpr int kRawPackedBf16 = 64, kPackedBf16Bytes = 8192;
+// Byte of a weight in a block of 16 rows and 256 input elements.
+__device__ inline int packed_bf16_at(int row, int k) {
+  const int piece = k >> 6, i = k >> 2 & 3, lane = (row & 7) * 4 + (k >> 4 & 3);
+  return ((piece * 4 + i) * 32 + lane) * 16 + ((k >> 1 & 1) * 2 + (row >> 3)) * 4 + 2 * (k & 1);
+}
 
 __device__ inline float bf16_value(uint16_t v) {
   return __uint_as_float(static_cast<uint32_t>(v) << 16);
@@ -54,6 +62,13 @@ __device__ inline float raw_any(const Raw &m, int64_t row, int col) {
       return raw_value<KSL_ENC_FP8>(m, row, col);
     case KSL_ENC_E2M3:
       return raw_value<KSL_ENC_E2M3>(m, row, col);
+    case kRawPackedBf16: {
+      const int64_t block = (row >> 4) * ((m.cols + 255) >> 8) + (col >> 8);
+      const uint8_t *at = static_cast<const uint8_t *>(m.codes) + block * kPackedBf16Bytes +
+                          packed_bf16_at(static_cast<int>(row & 15), col & 255);
+      return __half2float(*reinterpret_cast<const __half *>(at)) *
+             static_cast<const float *>(m.scales)[row];
+    }
     default:
       return raw_value<KSL_ENC_NVFP4>(m, row, col);
   }

@@ -79,5 +79,21 @@ struct Expand<KSL_ENC_E2M3> {
   }
 };
 
+template <>
+struct Expand<KSL_ENC_BF16> {
+  static constexpr int kBytes = kPackedBf16Bytes;
+  static constexpr bool kLate = false;
+  const uint8_t *at;
+
+  __device__ void begin(const uint8_t *, int) {}
+  __device__ void piece(const uint8_t *block, int lane, int piece) {
+    at = block + (piece * 4 * 32 + lane) * 16;
+  }
+  __device__ void fragment(int i, unsigned (&a)[4]) const {
+    const uint4 words = *reinterpret_cast<const uint4 *>(at + i * 512);
+    a[0] = words.x, a[1] = words.y, a[2] = words.z, a[3] = words.w;
+  }
+};
+
 }  // namespace
 }  // namespace ksl

@@ -1,10 +1,10 @@
 // Products of activations with weights, y[token][row] = sum_k x[token][k] w[row][k].
 //
-// Five kinds. `stream` takes FP6 and NVFP4 weights in fragment order through tensor cores; `wide`
-// does the same for waves of many tokens on sm_90a, with activations in halves or e4m3;
+// Five kinds. `stream` takes FP6, NVFP4 and bf16 weights in fragment order through tensor cores;
+// `wide` does the same for waves of many tokens on sm_90a, with activations in halves or e4m3;
 // `block_scaled` on sm_120a, with activations in e4m3 or in two NVFP4 terms; `plain` decodes any
-// encoding and multiplies in float32; `dense` does bf16 for many tokens, equally exact. In each an
-// output element has one order of additions, whatever else is computed beside it.
+// encoding and multiplies in float32; `dense` does bf16 as stored for many tokens, equally exact.
+// In each an output element has one order of additions, whatever else is computed beside it.
 #pragma once
 #include "../common/raw.cuh"
 #include "../common/split.cuh"
@@ -78,7 +78,8 @@ struct PairOutput {
 constexpr int kBlockE2m3 = 2048 + 1024 + 16;
 constexpr int kBlockNvfp4 = 2048 + 256;
 inline int packed_block_bytes(int encoding) {
-  return encoding == KSL_ENC_E2M3 ? kBlockE2m3 : kBlockNvfp4;
+  return encoding == KSL_ENC_E2M3 ? kBlockE2m3
+                                  : (encoding == KSL_ENC_NVFP4 ? kBlockNvfp4 : kPackedBf16Bytes);
 }
 
 // Runs every matrix of the group. x: float32 input of the plain ones; split: of the packed ones.

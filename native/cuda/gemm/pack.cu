@@ -7,6 +7,10 @@
 //   NVFP4: magnitude at 9 - 3j, sign at bit 15, 12, 14, 13
 //   FP6:   upper 4 magnitude bits at 8, 4, 0, 12; sign and lowest bit in a second plane, one word
 //          for two products: sign at 15 - t, bit at 7 - t with t = 4 (i mod 2) + j
+//   bf16:  a half; a word is four of them, product by product, see packed_bf16_at. Halves are
+//   exact:
+//          a row has the power of two that makes its largest 2^14 to 2^15, and what is 2^32 below
+//          that is rounded
 // Scales: NVFP4 two bytes a lane and piece (row g, row g + 8); FP6 four halves a block, 2^14 times
 // the scale relative to the matrix's largest, by 128 elements and half of the tile.
 #include "gemm.cuh"
@@ -28,6 +32,16 @@ __device__ inline float power_of_two(int e) {
   return e < -149 ? 0.0f : exp2f(static_cast<float>(e));
 }
 
+// Where a row goes: its tile, and the row in it.
+struct PackPlace {
+  int tile, row;
+};
+__device__ inline PackPlace pack_place(const PackArgs &a, int local) {
+  const int64_t row = a.row0 + local;
+  if (a.mode == 0) return {a.first + static_cast<int>(row / 16), static_cast<int>(row % 16)};
+  return {a.first + static_cast<int>(row / 8), static_cast<int>(row % 8) + (a.mode == 2 ? 8 : 0)};
+}
+
 __global__ void pack_kernel(PackArgs a) {
   const int64_t per_row = static_cast<int64_t>(a.supers) * 16;
   const int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
@@ -35,10 +49,8 @@ __global__ void pack_kernel(PackArgs a) {
   const int local = static_cast<int>(i / per_row);
   const int rest = static_cast<int>(i % per_row);
   const int super = rest / 16, piece = rest / 4 % 4, s = rest % 4;
-  const int64_t row = a.row0 + local;
-  const int tile = a.first + static_cast<int>(a.mode == 0 ? row / 16 : row / 8);
-  const int r =
-      a.mode == 0 ? static_cast<int>(row % 16) : static_cast<int>(row % 8) + (a.mode == 2 ? 8 : 0);
+  const PackPlace place = pack_place(a, local);
+  const int tile = place.tile, r = place.row;
   const int upper = r >> 3, k0 = super * kSuper + piece * kPiece + s * 16;
   const bool nvfp4 = a.raw.encoding == KSL_ENC_NVFP4;
   const int bytes = nvfp4 ? kBlockNvfp4 : kBlockE2m3;
@@ -76,11 +88,34 @@ __global__ void pack_kernel(PackArgs a) {
   }
 }
 
+// A block is a row of bf16.
+__global__ void __launch_bounds__(256) pack_bf16_kernel(PackArgs a) {
+  __shared__ float scratch[32];
+  const PackPlace to = pack_place(a, blockIdx.x);
+  const uint16_t *from =
+      static_cast<const uint16_t *>(a.raw.codes) + blockIdx.x * static_cast<int64_t>(a.raw.cols);
+  float most = 0;
+  for (int k = threadIdx.x; k < a.raw.cols; k += blockDim.x)
+    most = fmaxf(most, fabsf(bf16_value(from[k])));
+  most = block_max(most, scratch);
+  const int exponent = most > 0 && most <= 3.4028235e38f ? ilogbf(most) - 14 : 0;
+  uint8_t *row = a.data + static_cast<int64_t>(to.tile) * a.supers * kPackedBf16Bytes;
+  for (int k = threadIdx.x; k < a.raw.cols; k += blockDim.x)
+    *reinterpret_cast<__half *>(row + static_cast<int64_t>(k / kSuper) * kPackedBf16Bytes +
+                                packed_bf16_at(to.row, k % kSuper)) =
+        __float2half_rn(scalbnf(bf16_value(from[k]), -exponent));
+  if (threadIdx.x == 0) a.scale[to.tile * 16 + to.row] = scalbnf(1.0f, exponent);
+}
+
 }  // namespace
 
 void pack_rows(Device *device, const Raw &raw, int64_t row0, int rows, Packed *to, int first,
                int mode, int unit) {
   PackArgs a = {raw, row0, rows, to->supers, first, mode, unit, to->data, to->scale};
+  if (raw.encoding == KSL_ENC_BF16) {
+    KSL_LAUNCH(device, "pack", pack_bf16_kernel, rows, 256, a);
+    return;
+  }
   KSL_LAUNCH(device, "pack", pack_kernel,
              divide_up(rows * static_cast<int64_t>(to->supers) * 16, 256), 256, a);
 }

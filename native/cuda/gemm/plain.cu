@@ -80,6 +80,8 @@ void gemm_group(Device *device, const Group &group, const float *x, int x_stride
     } else {
       if (m.encoding == KSL_ENC_E2M3)
         stream_e2m3(device, m, split, outputs, pair, rows, tokens);
+      else if (m.encoding == KSL_ENC_BF16)
+        stream_bf16(device, m, split, outputs, pair, rows, tokens);
       else
         stream_nvfp4(device, m, split, outputs, pair, rows, tokens);
       rows.n = 0;  // the first of them takes these along

@@ -109,5 +109,7 @@ void stream_e2m3(Device *device, const Packed &m, const Split &x, const Output *
                  const PairOutput *pair, const PlainArgs &plain, int tokens);
 void stream_nvfp4(Device *device, const Packed &m, const Split &x, const Output *outputs,
                   const PairOutput *pair, const PlainArgs &plain, int tokens);
+void stream_bf16(Device *device, const Packed &m, const Split &x, const Output *outputs,
+                 const PairOutput *pair, const PlainArgs &plain, int tokens);
 
 }  // namespace ksl

@@ -1,4 +1,4 @@
-// The wide kernels of both packed encodings.
+// The wide kernels of the packed encodings.
 #include "wide_run.cuh"
 
 namespace ksl {
@@ -8,6 +8,8 @@ void wide_product(Device *device, const Packed &m, const Panel &x, const Output 
   const int columns = wide_columns(m.tiles, tokens, false);
   if (m.encoding == KSL_ENC_E2M3) {
     run_wide<KSL_ENC_E2M3>(device, m, x, outputs, pair, tokens, columns);
+  } else if (m.encoding == KSL_ENC_BF16) {
+    run_wide<KSL_ENC_BF16>(device, m, x, outputs, pair, tokens, columns);
   } else {
     run_wide<KSL_ENC_NVFP4>(device, m, x, outputs, pair, tokens, columns);
   }

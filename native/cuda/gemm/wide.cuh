@@ -1,8 +1,8 @@
 // Products of many tokens on sm_90a. A block has 128 weight rows and kColumns tokens at a time: one
 // warp fetches packed weights and activations into shared memory, two groups of four warps expand
-// weights into operand A's registers and multiply. Blocks stay until their share of the tiles is
-// done; two blocks of a cluster have different rows of the same tokens and fetch half of those
-// each.
+// weights into operand A's registers (or read them as they are) and multiply. Blocks stay until
+// their share of the tiles is done; two blocks of a cluster have different rows of the same tokens
+// and fetch half of those each.
 //
 // An output element is the sum over its input elements in one order, in float32 inside the matrix
 // units: it depends on nothing else in the wave.
@@ -93,14 +93,22 @@ struct Codes<KSL_ENC_E2M3> {
   }
 };
 
+// Halves as they are: no codes.
+template <>
+struct Codes<KSL_ENC_BF16> {
+  static constexpr int kBytes = kPackedBf16Bytes;
+};
+
 // Places in shared memory.
 template <int kEncoding, int kColumns, int kBytesPerElement>
 struct WideShared {
   static constexpr int kStage = kColumns * 128;  // 64 or 128 input elements
   static constexpr int kSuperStages = kSuper * kBytesPerElement / 128;
-  static constexpr int kBlock = Codes<kEncoding>::kBytes;
-  static constexpr int kWeights = kWideTiles * kBlock;  // 256 of them
-  static constexpr int kWeightStages = 2;
+  // Weights come by 256 input elements; bf16, which are many bytes, by 64.
+  static constexpr int kParts = kEncoding == KSL_ENC_BF16 ? 4 : 1;
+  static constexpr int kSuperBytes = Codes<kEncoding>::kBytes, kBlock = kSuperBytes / kParts;
+  static constexpr int kWeights = kWideTiles * kBlock;
+  static constexpr int kWeightStages = kParts == 1 ? 2 : 4;
   static constexpr int kAct = kColumns * 128;
   static constexpr int kBarriers = 512;
   static constexpr int kRoom = 227 * 1024 - kBarriers - kAct - kWeightStages * kWeights;
@@ -133,33 +141,33 @@ __device__ void wide_fetch(const WideArgs &a, unsigned shared, Ring x, Ring w, u
   const int lane = threadIdx.x & 31;
   if (threadIdx.x >= 32) return;
   const int steps = a.row_steps * a.token_steps, clusters = gridDim.x / kWideCluster;
-  const uint32_t super_bytes = Use::kBlock;
   constexpr int kHalf = Use::kStage / kWideCluster;
   bool waited = false;
   for (int step = blockIdx.x / kWideCluster; step < steps; step += clusters) {
     const int first = (step / a.token_steps * kWideCluster + rank) * kWideTiles;
     const int token = step % a.token_steps * kColumns;
     const int tile = min(first + (lane & (kWideTiles - 1)), a.tiles - 1);
-    const uint8_t *weights = a.data + static_cast<int64_t>(tile) * a.supers * super_bytes;
+    const uint8_t *weights = a.data + static_cast<int64_t>(tile) * a.supers * Use::kSuperBytes;
     const uint8_t *from = a.x + static_cast<int64_t>(token) * 128 + rank * kHalf;
-    for (int super = 0; super < a.supers; super++) {
+    for (int step = 0; step < a.supers * Use::kParts; step++) {
       barrier_wait(w.empty(), w.phase ^ 1);
       if (lane == 0) barrier_expect(w.full(), Use::kWeights);
       __syncwarp();
       if (lane < kWideTiles)
         bulk_load(shared + Use::kWeightsAt + w.place * Use::kWeights + lane * Use::kBlock,
-                  weights + static_cast<int64_t>(super) * super_bytes, Use::kBlock, w.full());
+                  weights + static_cast<int64_t>(step) * Use::kBlock, Use::kBlock, w.full());
       w.next();
       if (!waited) {  // weights are never written
         wait_before();
         waited = true;
       }
-      for (int part = 0; part < Use::kSuperStages; part++) {
+      constexpr int kStages = Use::kSuperStages / Use::kParts;
+      for (int part = 0; part < kStages; part++) {
         barrier_wait(x.empty(), x.phase ^ 1);
         if (lane == 0) {
           barrier_expect(x.full(), Use::kStage);
           bulk_load_all(shared + x.place * Use::kStage + rank * kHalf,
-                        from + (static_cast<int64_t>(super) * Use::kSuperStages + part) * a.groups *
+                        from + (static_cast<int64_t>(step) * kStages + part) * a.groups *
                                    (kPanelTokens * 128),
                         kHalf, x.full(), (1 << kWideCluster) - 1);
         }
@@ -328,6 +336,63 @@ __device__ void wide_multiply_tiles(const WideArgs &a, uint8_t *memory, unsigned
   if (kPair && threadIdx.x == 128) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
+// The same for weights that are fragments already: those of a piece are read while the products of
+// the one before run.
+template <int kColumns, bool kPair>
+__device__ void wide_multiply_halves(const WideArgs &a, uint8_t *memory, unsigned shared, Ring x,
+                                     Ring w, unsigned rank) {
+  typedef WideShared<KSL_ENC_BF16, kColumns, 2> Use;
+  const int lane = threadIdx.x & 31, slot = (threadIdx.x >> 5) - 4;  // a warp's tile
+  const int steps = a.row_steps * a.token_steps, clusters = gridDim.x / kWideCluster;
+  const int pieces = a.supers * 4;
+  unsigned fragments[2][4][4];
+  const auto load = [&](unsigned (&to)[4][4]) {
+    barrier_wait(w.full(), w.phase);
+    const uint4 *from =
+        reinterpret_cast<const uint4 *>(memory + Use::kWeightsAt + w.place * Use::kWeights +
+                                        slot * Use::kBlock) +
+        lane;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const uint4 v = from[i * 32];
+      to[i][0] = v.x, to[i][1] = v.y, to[i][2] = v.z, to[i][3] = v.w;
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(w.empty(), rank);
+    w.next();
+  };
+  wait_before();
+  for (int step = blockIdx.x / kWideCluster; step < steps; step += clusters) {
+    const int first = (step / a.token_steps * kWideCluster + rank) * kWideTiles;
+    const int token = step % a.token_steps * kColumns;
+    float sum[kColumns / 2];
+    unsigned before = 0;  // the empty barrier of the piece in front
+    load(fragments[0]);
+    for (int piece = 0; piece < pieces; piece += 2) {
+#pragma unroll
+      for (int side = 0; side < 2; side++) {
+        barrier_wait(x.full(), x.phase);
+        const uint64_t b = panel_descriptor(shared + x.place * Use::kStage);
+        wgmma_begin();
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          Wgmma<kColumns>::template run<true>(sum, fragments[side][i], b + 2 * i,
+                                              (piece | side | i) != 0);
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (before != 0 && lane < kWideCluster) barrier_arrive(before, lane);
+        before = x.empty();
+        x.next();
+        if (side == 0 || piece + 2 < pieces) load(fragments[side ^ 1]);
+      }
+    }
+    wgmma_wait<0>();
+    if (lane < kWideCluster) barrier_arrive(before, lane);
+    wide_finish<Use, kColumns, kPair>(a, first, slot, token, lane, memory, shared, sum);
+  }
+  if (kPair && threadIdx.x == 128) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
 // The barriers of a block, and the roles of its warps.
 template <class Use, class Multiply, class Fetch>
 __device__ inline void wide_roles(unsigned shared, Multiply multiply, Fetch fetch) {
@@ -368,7 +433,10 @@ __global__ void __cluster_dims__(kWideCluster) __launch_bounds__(kWideThreads, 1
   wide_roles<Use>(
       shared,
       [&](Ring x, Ring w) {
-        wide_multiply_tiles<kEncoding, kColumns, kPair>(a, memory, shared, x, w, rank);
+        if constexpr (kEncoding == KSL_ENC_BF16)
+          wide_multiply_halves<kColumns, kPair>(a, memory, shared, x, w, rank);
+        else
+          wide_multiply_tiles<kEncoding, kColumns, kPair>(a, memory, shared, x, w, rank);
       },
       [&](Ring x, Ring w) { wide_fetch<Use, kColumns>(a, shared, x, w, rank); });
 #endif

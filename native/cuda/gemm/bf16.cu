@@ -1,0 +1,11 @@
+// bf16 weights, as halves.
+#include "stream_run.cuh"
+
+namespace ksl {
+
+void stream_bf16(Device *device, const Packed &m, const Split &x, const Output *outputs,
+                 const PairOutput *pair, const PlainArgs &plain, int tokens) {
+  run_stream<KSL_ENC_BF16>(device, stream_args(m, x, outputs, pair, plain, tokens));
+}
+
+}  // namespace ksl
