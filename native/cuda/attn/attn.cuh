@@ -91,6 +91,8 @@ struct TileArgs {
 bool attn_tile_runs(Device *device, int format, int head_dim);
 // room: results of a unit and head that `partial` holds, d + 2 floats each.
 void attn_tile(Device *device, TileArgs a, const GateArgs &o, int most_position, int64_t room);
+// Joins the units of n columns from a.first on.
+void attn_tile_join(Device *device, const TileArgs &a, const GateArgs &o, int n);
 
 // Long pieces of prompts: tiles of as many columns as have kFlashRows query heads of a KV head. A
 // tile's keys may be divided into parts, which lie one behind the other.
