@@ -46,6 +46,22 @@ __device__ inline void sum_keys(float4 &v) {
   }
 }
 
+// Of a state that nobody asks for again before others have pushed it out of L2; replayed ones are
+// read soon.
+template <bool kOnce>
+__device__ inline float4 take(const float *from) {
+  const float4 *const at = reinterpret_cast<const float4 *>(from);
+  return kOnce ? __ldcs(at) : *at;
+}
+template <bool kOnce>
+__device__ inline void give(float *to, const float4 &v) {
+  float4 *const at = reinterpret_cast<float4 *>(to);
+  if (kOnce)
+    __stcs(at, v);
+  else
+    *at = v;
+}
+
 // One channel of the convolution: its weights and the last values before it.
 struct Channel {
   float tap[kTaps], window[kTaps];
@@ -95,7 +111,7 @@ __global__ void __launch_bounds__(kThreads, 2) step_kernel(const __grid_constant
     const float *const from = state_of(slab) + state_at;
 #pragma unroll
     for (int i = 0; i < kKeys; i++)
-      state[i] = *reinterpret_cast<const float4 *>(from + ((i >> 2) * 32 + (i & 3)) * kDim);
+      state[i] = take<!kReplay>(from + ((i >> 2) * 32 + (i & 3)) * kDim);
   }
   // What a block that comes up when this one ends will read.
   if (!kReplay && threadIdx.x == 0) {
@@ -270,7 +286,7 @@ __global__ void __launch_bounds__(kThreads, 2) step_kernel(const __grid_constant
         float *const to = state_of(cut < 0 ? slab : row.cut_slab[cut]) + state_at;
 #pragma unroll
         for (int i = 0; i < kKeys; i++)
-          *reinterpret_cast<float4 *>(to + ((i >> 2) * 32 + (i & 3)) * kDim) = state[i];
+          give<!kReplay>(to + ((i >> 2) * 32 + (i & 3)) * kDim, state[i]);
       }
     }
     if (begin == 0 && threadIdx.x == 0) s.last = before == group - 1u;
