@@ -190,7 +190,9 @@ struct Tile {
   const uint32_t *quads;                 // [kTileKeys / 4][head_dim]: codes of four; null: pairs
   const float *key_scale, *value_scale;  // [kTileKeys], null: 1
   // What is fetched while this tile is worked on: its values, and the keys and scales of
-  // the next tile, and where all values are read first its values.
+  // the next tile; where values are read first, those of the next tile. `spread`: not all of it
+  // while values are summed, which takes few queries no time.
+  bool spread;
   int value_bytes, next_bytes, next_value_bytes, n_next;
   const KvRun *next;
 };
@@ -198,6 +200,14 @@ struct Tile {
 // Into the second cache: its queue of misses is the longer one.
 KSL_INLINE void fetch(const uint8_t *row, int from, int end, int step) {
   for (int at = from; at < end; at += step) __builtin_prefetch(row + at, 0, 2);
+}
+
+// What comes with key j while scores of few queries are made.
+KSL_INLINE void fetch_beside(const Tile *t, int j) {
+  if (!t->spread)
+    fetch(t->values[j], 0, t->value_bytes, 64);
+  else if (j < t->n_next)
+    fetch(t->next->k + j * t->next->k_step, 0, t->next_bytes, 64);
 }
 
 // The sums of 16 vectors: in quad h of lanes those of s[h], s[4 + h], s[8 + h], s[12 + h]. The
@@ -238,7 +248,7 @@ template <class Keys, int R>
 static void scores_bf16(const Tile *t, const uint16_t *q, size_t q_step, int n_keys, float *score) {
   enum { kKeys = 16 / R, kWords = Keys::kWords };
   for (int j0 = 0; j0 < n_keys; j0 += kKeys) {
-    for (int j = j0; j < j0 + kKeys; j++) fetch(t->values[j], 0, t->value_bytes, 64);
+    for (int j = j0; j < j0 + kKeys; j++) fetch_beside(t, j);
     __m512 sum[16];  // in sum[4 j + h]: of head h, or part h of the keys
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) sum[i] = _mm512_setzero_ps();
@@ -592,11 +602,10 @@ struct Weights {
 };
 
 // Adds 16 N channels from `at` to acc of R queries from `first`; p: probabilities
-// [.][kTileKeys / 2], of which `groups` of keys count.
+// [.][kTileKeys / 2]. A function of its own, since inlined its sums would not stay in registers.
 template <class Source, int R, int N>
-static __attribute__((noinline)) void values_bf16(const Tile *t, const Source &source,
-                                                  const uint32_t *p, int groups, int at,
-                                                  const Weights *w, int first, float *acc) {
+static __attribute__((noinline)) void values_bf16(const Tile *t, int n_keys, const uint32_t *p,
+                                                  int at, const Weights *w, int first, float *acc) {
   const int d = t->head_dim;
   typename Source::Sums sum[R][N];
 #pragma GCC unroll 8
@@ -604,8 +613,10 @@ static __attribute__((noinline)) void values_bf16(const Tile *t, const Source &s
 #pragma GCC unroll 4
     for (int o = 0; o < N; o++) sum[r][o].start();
   p += first * (kTileKeys / 2);
+  const Source source = Source::of(t, n_keys);
+  const int groups = (n_keys + Source::kKeys - 1) / Source::kKeys;
   for (int j = 0; j < groups; j++) {
-    if (t->n_next) fetch_next(t, Source::kKeys * j, Source::kKeys, at);
+    if (t->n_next && !t->spread) fetch_next(t, Source::kKeys * j, Source::kKeys, at);
     Words v[4];
     source.load(j, at, v);
 #pragma GCC unroll 8
@@ -700,13 +711,11 @@ static void attn_block_bf16(Tile *t, const uint16_t *q, size_t q_step, int queri
     store(m + h, most);
     store(l + h, v_fma(load(tile_l + h), fresh, v_mul(load(l + h), old)));
   });
-  const Source source = Source::of(t, n_keys);
-  const int groups = (n_keys + Source::kKeys - 1) / Source::kKeys;
   each_rows(queries, [&](auto rows, int r) {
     int at = 0;
     for (; at + 64 <= t->head_dim; at += 64)
-      values_bf16<Source, rows.n, 4>(t, source, p, groups, at, &w, r, acc);
-    if (at < t->head_dim) values_bf16<Source, rows.n, 2>(t, source, p, groups, at, &w, r, acc);
+      values_bf16<Source, rows.n, 4>(t, n_keys, p, at, &w, r, acc);
+    if (at < t->head_dim) values_bf16<Source, rows.n, 2>(t, n_keys, p, at, &w, r, acc);
     t->n_next = 0;
   });
 }
@@ -760,6 +769,9 @@ static void fill_quads(const Tile *t, uint32_t *out, float *scale) {
   for (int j = 0; j < most; j += 4, out += d) {
     const uint16_t *row[4];
     __m512 factor[4];
+    if (t->spread)
+      for (int r = j; r < j + 4 && r < t->n_next; r++)
+        fetch(t->next->v + r * t->next->v_step, 0, t->next_value_bytes, 64);
 #pragma GCC unroll 4
     for (int r = 0; r < 4; r++) {
       row[r] = (const uint16_t *)t->values[j + r < t->n ? j + r : t->n - 1];
@@ -892,6 +904,7 @@ static void attn_tile_bf16(const KvRun *runs, int n_runs, const KvRun *next, int
   t.key_scale = format == KSL_KV_FP8 ? key_scale : nullptr;
   t.value_scale = e4m3 || format == KSL_KV_BF16 ? value_scale : nullptr;
   t.next_value_bytes = 0;
+  t.spread = false;
   t.columns = nullptr;
   t.quads = nullptr;
   const uint16_t *queries = (const uint16_t *)q;
@@ -901,10 +914,9 @@ static void attn_tile_bf16(const KvRun *runs, int n_runs, const KvRun *next, int
     attn_spans_bf16<FromE4m3>(&t, queries, q_step, group, columns, n_keys, m, l, acc);
     return;
   }
-  if (!few || format == KSL_KV_BF16) {
-    t.next_value_bytes = t.value_bytes;
-    t.value_bytes = 0;
-  }
+  t.next_value_bytes = t.value_bytes;
+  t.value_bytes = 0;
+  t.spread = few && format == KSL_KV_BF16;
   if (!few && t.n == kTileKeys) {
     uint32_t *columns = (uint32_t *)(scratch + (size_t)kTileKeys * head_dim * 2);
     fill_columns(&t, columns);
