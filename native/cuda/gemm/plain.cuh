@@ -48,7 +48,8 @@ __device__ inline void eight_values(const Raw &m, int64_t row, int k, float (&w)
 template <int kEncoding, int kTokens>
 __device__ inline void plain_dot(const PlainArgs &a, const Raw &m, int64_t row, int token, int lane,
                                  float (&sum)[kTokens]) {
-#pragma unroll 4
+  constexpr bool kHot = kEncoding == KSL_ENC_BF16 || kEncoding == KSL_ENC_F32;
+#pragma unroll kHot ? 4 : 1
   for (int k = lane * 8; k < m.cols; k += 256) {
     float w[8];
     eight_values<kEncoding>(m, row, k, w);
