@@ -50,7 +50,7 @@ void go_through(const Room &room, int most_warps) {
                 room);
       const int range = (supers + s.slices - 1) / s.slices;
       if (m.cols <= 17408)
-        check(ksl::stream_few_bytes(s, weights, 1, range, 1) <= most, "stream_few", m, room);
+        check(ksl::stream_few_bytes(s, weights, 2, range, 1) <= most, "stream_few", m, room);
     }
   }
 }

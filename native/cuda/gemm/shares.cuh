@@ -34,7 +34,7 @@ constexpr int64_t stream_most(const Room &room) {
 // Bytes of stream_few and stream_many. weights: bytes of a block of them; range: blocks of a slice.
 constexpr int64_t stream_few_bytes(const Shares &s, int weights, int stages, int range,
                                    int tokens) {
-  return static_cast<int64_t>(s.set_tiles) * s.ways * stages * (2 * weights + 8) + 16 +
+  return stages * (static_cast<int64_t>(s.set_tiles) * s.ways * weights + 16) +
          static_cast<int64_t>(range) * tokens * 512 + s.set_tiles * (s.ways - 1) * 512;
 }
 constexpr int64_t stream_many_bytes(const Shares &s, int weights, int stages, int tiles,

@@ -147,6 +147,13 @@ __device__ inline void write_group(const StreamArgs &a, int tile, int slice, int
   write_rows(a, tile, slice, token + 1, lane >> 2, scales, c[1], c[3]);
 }
 
+// The lane, kept in a register: it is not to be asked for again in loops.
+__device__ inline int pinned_lane() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 // In 32 bits: a kernel cannot begin to fetch before it has divided.
 __device__ inline int part_begin(unsigned all, unsigned part, unsigned parts) {
   return static_cast<int>(all * part / parts);
@@ -185,79 +192,103 @@ __device__ inline void meet(int warps) {
   asm volatile("bar.sync 1, %0;" ::"r"(warps * 32) : "memory");
 }
 
-// Up to kTokens tokens: every warp has a tile, or one of its ways, and fetches for itself, two
-// blocks at a time; the activations of the slice stay in shared memory.
+constexpr int kFewPlainWarps = 1;  // its tokens are one set of them
+// Up to kTokens tokens: the activations of the slice stay in shared memory, and a ring, which one
+// warp fills, has a block of weights for every tile and way of a set in each stage. The others have
+// a tile each, or one of its ways, and do little beside products: the kernel takes as long as their
+// instructions do.
 template <int kEncoding, int kTokens>
-__global__ void __launch_bounds__((kBoundWarps + kMaxPlainWarps) * 32, 1)
+__global__ void __launch_bounds__((kBoundWarps + kFewPlainWarps + 1) * 32, 1)
     stream_few(const __grid_constant__ StreamArgs a) {
-  constexpr int kBytes = Expand<kEncoding>::kBytes, kTwo = 2 * kBytes;
+  constexpr int kBytes = Expand<kEncoding>::kBytes;
   constexpr int kLanes = kTokens * 4, kPart = kLanes * 16;
   extern __shared__ __align__(128) uint8_t memory[];
   allow_next();
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int warps = a.set_tiles * a.ways, stages = a.stages;
-  if (warp >= warps) {
-    take_plain(a, warp - warps, lane);
+  const int lane = pinned_lane(), warp = threadIdx.x >> 5;
+  const int warps = a.set_tiles * a.ways, stages = a.stages, stage = warps * kBytes;
+  const unsigned base = shared_at(memory), barriers = base + stages * stage;  // full, empty
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < stages; i++) {
+      bulk_barrier(barriers + i * 16, 1);
+      bulk_barrier(barriers + i * 16 + 8, warps);
+    }
+    bulk_barriers_made();
+  }
+  __syncthreads();
+  if (warp > warps) {
+    take_plain(a, warp - warps - 1, lane);
     return;
   }
   const Share share(a);
+  const int steps = (share.range + a.ways - 1) / a.ways;
+  if (warp == warps) {
+    // A lane has the tile and way of a warp.
+    const int way = lane % a.ways, slot = lane / a.ways;
+    const int skip = part_begin(share.range, way, a.ways);
+    const int n = part_begin(share.range, way + 1, a.ways) - skip;
+    const int64_t tile_bytes = static_cast<int64_t>(a.supers) * kBytes;
+    const uint8_t *from = a.data + (share.first + slot) * tile_bytes +
+                          static_cast<int64_t>(share.begin + skip) * kBytes;
+    int place = 0, phase = 1;
+    for (int set = share.first; set < share.last; set += a.set_tiles) {
+      const bool has_tile = lane < warps && set + slot < share.last;
+      for (int i = 0; i < steps; i++) {
+        const bool there = has_tile && i < n;
+        const int blocks = __popc(__ballot_sync(kAll, there));
+        const unsigned full = barriers + place * 16;
+        if (lane == 0) {
+          bulk_wait(full + 8, phase);
+          bulk_expect(full, blocks * kBytes);
+        }
+        __syncwarp();
+        if (there) bulk_load(base + place * stage + lane * kBytes, from + i * kBytes, kBytes, full);
+        if (++place == stages) {
+          place = 0;
+          phase ^= 1;
+        }
+      }
+      from += a.set_tiles * tile_bytes;
+    }
+    return;
+  }
   const int way = warp % a.ways, slot = warp / a.ways;
   const int skip = part_begin(share.range, way, a.ways);
   const int n = part_begin(share.range, way + 1, a.ways) - skip;  // of a tile
-  uint8_t *own = memory + warp * stages * kTwo;
-  const unsigned ring = shared_at(own);
-  const unsigned barriers = shared_at(memory) + warps * stages * kTwo + warp * stages * 8;
-  uint8_t *x = memory + ((warps * stages * (kTwo + 8) + 15) & ~15);
+  uint8_t *x = memory + stages * (stage + 16);
   // [set_tiles][ways - 1][4][32]: sums of the ways but the first
   float *others = reinterpret_cast<float *>(x + share.range * 8 * kPart);
-  const int64_t tile_bytes = static_cast<int64_t>(a.supers) * kBytes;
-  const uint8_t *from = a.data + (share.first + slot) * tile_bytes +
-                        static_cast<int64_t>(share.begin + skip) * kBytes;
-  int tiles = n > 0 && share.first + slot < share.last
-                  ? (share.last - share.first - slot - 1) / a.set_tiles + 1
-                  : 0;
-  int left = n;
-  const auto fetch = [&](int place) {  // lane 0 alone
-    if (tiles == 0) return;
-    const int bytes = left > 1 ? kTwo : kBytes;
-    bulk_expect(barriers + place * 8, bytes);
-    bulk_load(ring + place * kTwo, from, bytes, barriers + place * 8);
-    from += bytes;
-    left -= 2;
-    if (left <= 0) {
-      left = n;
-      from += a.set_tiles * tile_bytes - static_cast<int64_t>(n) * kBytes;
-      tiles--;
-    }
-  };
-  if (lane == 0) {
-    for (int i = 0; i < stages; i++) bulk_barrier(barriers + i * 8, 1);
-    bulk_barriers_made();
-    for (int i = 0; i < stages; i++) fetch(i);
-  }
   wait_before();
   for (int i = threadIdx.x; i < share.range * 8 * kLanes; i += warps * 32)
     reinterpret_cast<uint4 *>(x)[i] =
         reinterpret_cast<const uint4 *>(a.x)[(share.begin * 8 + i / kLanes) * 32 + i % kLanes];
   meet(warps);
   x += skip * 8 * kPart + (min(lane >> 2, kTokens - 1) * 4 + (lane & 3)) * 16;
-  int place = 0, phase = 0;
+  const uint8_t *const own = memory + warp * kBytes;
+  const unsigned last_full = barriers + stages * 16;
+  const uint8_t *weights = own;
+  unsigned full = barriers;
+  int phase = 0;
   for (int set = share.first; set < share.last; set += a.set_tiles) {
     const int tile = set + slot;
     const float2 scales = row_scales(a, tile, share.last, lane);
+    const bool works = tile < share.last;
     float sum[1][1][4] = {};
-    for (int i = 0; i < n && tile < share.last; i += 2) {
-      bulk_wait(barriers + place * 8, phase);
-      const uint8_t *const one[1] = {own + place * kTwo};
-      consume<kEncoding, 1, 1, kPart>(one, x + i * 8 * kPart, lane, sum);
-      if (i + 1 < n) {
-        const uint8_t *const two[1] = {own + place * kTwo + kBytes};
-        consume<kEncoding, 1, 1, kPart>(two, x + (i + 1) * 8 * kPart, lane, sum);
+    const uint8_t *at = x;
+#pragma unroll 1
+    for (int i = 0; i < steps; i++) {
+      bulk_wait(full, phase);
+      if (works && i < n) {
+        const uint8_t *const one[1] = {weights};
+        consume<kEncoding, 1, 1, kPart>(one, at, lane, sum);
+        at += 8 * kPart;
       }
       __syncwarp();
-      if (lane == 0) fetch(place);
-      if (++place == stages) {
-        place = 0;
+      if (lane == 0) bulk_arrive(full + 8);
+      full += 16;
+      weights += stage;
+      if (full == last_full) {
+        full = barriers;
+        weights = own;
         phase ^= 1;
       }
     }
@@ -268,8 +299,7 @@ __global__ void __launch_bounds__((kBoundWarps + kMaxPlainWarps) * 32, 1)
       for (int i = 0; i < (a.ways - 1) * 4 && way == 0; i++) sum[0][0][i & 3] += to[i * 32];
       if (set + a.set_tiles < share.last) meet(warps);
     }
-    if (way == 0 && tile < share.last)
-      write_group(a, tile, share.slice, 0, lane, scales, sum[0][0]);
+    if (way == 0 && works) write_group(a, tile, share.slice, 0, lane, scales, sum[0][0]);
   }
 }
 

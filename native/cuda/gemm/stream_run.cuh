@@ -61,7 +61,7 @@ void run_few(Device *device, const StreamArgs &a) {
   static const bool raised =
       raise_shared(device, stream_few<kEncoding, kTokens>, stream_most(device->room));
   (void)raised;  // per instance; the engine has one thread
-  launch_stream(device, stream_few<kEncoding, kTokens>, a, a.set_tiles * a.ways, 1,
+  launch_stream(device, stream_few<kEncoding, kTokens>, a, a.set_tiles * a.ways + 1, 1,
                 [&](int stages) { return few_bytes<kEncoding, kTokens>(a, stages); });
 }
 
@@ -82,7 +82,7 @@ void run_many(Device *device, const StreamArgs &a) {
 // too: both add in the same order.
 template <int kEncoding, int kTokens>
 void run_few_if(Device *device, const StreamArgs &a) {
-  if (few_bytes<kEncoding, kTokens>(a, 1) <= stream_most(device->room))
+  if (few_bytes<kEncoding, kTokens>(a, 2) <= stream_most(device->room))
     run_few<kEncoding, kTokens>(device, a);
   else
     run_many<kEncoding, 1, 1>(device, a);
