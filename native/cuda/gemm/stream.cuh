@@ -19,8 +19,11 @@ namespace {
 // Warps of a block's tiles: the fewer there can be, the more registers each has.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 constexpr int kBoundWarps = kSmallStreamWarps;
+// Sums whose scales registers do not hold until they are wanted.
+constexpr int kScalesLate = 8;
 #else
 constexpr int kBoundWarps = kMaxStreamWarps;
+constexpr int kScalesLate = 9;
 #endif
 
 struct StreamArgs {
@@ -392,9 +395,10 @@ __global__ void __launch_bounds__((kBoundWarps / kTiles + kMaxPlainWarps + 1) * 
   int place = 0, phase = 0;
   for (int set = share.first; set < share.last; set += a.set_tiles) {
     float sum[kTiles][kGroups][4] = {};
+    constexpr bool kLate = kTiles * kGroups >= kScalesLate;
     float2 scales[kTiles];
 #pragma unroll
-    for (int m = 0; m < kTiles; m++)
+    for (int m = 0; m < kTiles && !kLate; m++)
       scales[m] = row_scales(a, set + row * kTiles + m, share.last, lane);
     for (int i = 0; i < steps; i++) {
       bulk_wait(barriers + place * 16, phase);
@@ -434,6 +438,7 @@ __global__ void __launch_bounds__((kBoundWarps / kTiles + kMaxPlainWarps + 1) * 
     for (int m = 0; m < kTiles; m++) {
       const int slot = row * kTiles + m;
       if (slot >= a.set_tiles || set + slot >= share.last) continue;
+      if (kLate) scales[m] = row_scales(a, set + slot, share.last, lane);
 #pragma unroll
       for (int t = 0; t < kGroups; t++)
         write_group(a, set + slot, share.slice, token + t * 8, lane, scales[m], sum[m][t]);
