@@ -157,13 +157,6 @@ KSL_INLINE void soften(float *s, float *m, float *l) {
   *l = v_hsum(sum);
 }
 
-// 2^x for x <= 0, of results that differ so in their maxima: none below 2^-60, where a later one
-// changes nothing.
-KSL_INLINE V tile_weight(V x) {
-  const V beyond = v_min(v_add(x, v_set1(60.0f)), v_zero());
-  return v_exp2(v_fma(beyond, v_set1(1e30f), x));
-}
-
 static void attn_combine(float *ma, float *la, float *acca, float mb, float lb, const float *accb,
                          int head_dim) {
   const float none = -__builtin_inff();
@@ -175,7 +168,7 @@ static void attn_combine(float *ma, float *la, float *acca, float mb, float lb, 
     return;
   }
   const float m = *ma > mb ? *ma : mb;
-  const V ca = tile_weight(v_set1(*ma - m)), cb = tile_weight(v_set1(mb - m));
+  const V ca = v_exp2(v_set1(*ma - m)), cb = v_exp2(v_set1(mb - m));
   *ma = m;
   *la = v_lane0(v_fma(v_set1(lb), cb, v_mul(v_set1(*la), ca)));
   each_vector(head_dim, [&](int i, auto load, auto store) {

@@ -2,11 +2,6 @@
 // of the compact formats too; sums stay float32. A product adds two channels to the score of a key,
 // and two keys to each channel of the values.
 //
-// Values in bf16 meet probabilities as bytes instead: a row's values become int8 codes times its
-// absmax / 127, probabilities times that become codes of 0 to 255 times a power of two of the tile,
-// and a tile's sums are integers. That is twice the products for half of the work, at an error far
-// below that of int8 activations (bench/quality.py), which is when this file is in use at all.
-//
 // A score has 16 partial sums, of the channels that lie in the same lane of a row's vectors, and
 // then their sum in the order of v_hsum. Few queries read keys as rows; many read them turned into
 // columns, where the partial sums are vectors of keys: the same additions.
@@ -20,15 +15,6 @@ typedef __m512i Words;  // 32 of 16 bits
 KSL_INLINE __m512bh as_bf16(Words x) {
   return (__m512bh)x;
 }
-// The low bytes of the 32-bit lanes of two vectors.
-struct LowBytes {
-  uint8_t at[64];
-  constexpr LowBytes() : at() {
-    for (int i = 0; i < 64; i++) at[i] = (uint8_t)(4 * (i % 32));
-  }
-};
-alignas(64) constexpr LowBytes kLowBytes;
-
 // 32 floats to bf16, round to nearest even.
 KSL_INLINE Words words_of(__m512 low, __m512 high) {
   return (Words)_mm512_cvtne2ps_pbh(high, low);
@@ -187,27 +173,16 @@ struct Tile {
   const uint8_t *values[kTileKeys];      // as stored; the same
   const uint32_t *columns;               // see fill_columns; null: not there
   const uint32_t *pairs;                 // [kTileKeys / 2][head_dim]: two keys' values in each
-  const uint32_t *quads;                 // [kTileKeys / 4][head_dim]: codes of four; null: pairs
   const float *key_scale, *value_scale;  // [kTileKeys], null: 1
   // What is fetched while this tile is worked on: its values, and the keys and scales of
-  // the next tile; where values are read first, those of the next tile. `spread`: not all of it
-  // while values are summed, which takes few queries no time.
-  bool spread;
-  int value_bytes, next_bytes, next_value_bytes, n_next;
+  // the next tile.
+  int value_bytes, next_bytes, n_next;
   const KvRun *next;
 };
 
 // Into the second cache: its queue of misses is the longer one.
 KSL_INLINE void fetch(const uint8_t *row, int from, int end, int step) {
   for (int at = from; at < end; at += step) __builtin_prefetch(row + at, 0, 2);
-}
-
-// What comes with key j while scores of few queries are made.
-KSL_INLINE void fetch_beside(const Tile *t, int j) {
-  if (!t->spread)
-    fetch(t->values[j], 0, t->value_bytes, 64);
-  else if (j < t->n_next)
-    fetch(t->next->k + j * t->next->k_step, 0, t->next_bytes, 64);
 }
 
 // The sums of 16 vectors: in quad h of lanes those of s[h], s[4 + h], s[8 + h], s[12 + h]. The
@@ -248,7 +223,7 @@ template <class Keys, int R>
 static void scores_bf16(const Tile *t, const uint16_t *q, size_t q_step, int n_keys, float *score) {
   enum { kKeys = 16 / R, kWords = Keys::kWords };
   for (int j0 = 0; j0 < n_keys; j0 += kKeys) {
-    for (int j = j0; j < j0 + kKeys; j++) fetch_beside(t, j);
+    for (int j = j0; j < j0 + kKeys; j++) fetch(t->values[j], 0, t->value_bytes, 64);
     __m512 sum[16];  // in sum[4 j + h]: of head h, or part h of the keys
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) sum[i] = _mm512_setzero_ps();
@@ -379,36 +354,11 @@ static void scores_of_columns(const Tile *t, const uint16_t *a, const uint16_t *
                                   _mm512_add_ps(quarter[2][v], quarter[3][v])));
 }
 
-// 2^x for x <= 0 to 3e-6: as v_exp2, by a shorter polynomial. At least 2^-127, which adds nothing
-// to the 1 of the maximum.
-KSL_INLINE V short_exp2(V x) {
-  x = v_max(v_set1(-126.0f), x);
-  const V t = v_add(x, v_set1(12582912.0f));
-  const V r = v_sub(x, v_sub(t, v_set1(12582912.0f)));
-  V q = v_set1(0x1.3a02ccp-7f);
-  q = v_fma(q, r, v_set1(0x1.c9fc46p-5f));
-  q = v_fma(q, r, v_set1(0x1.ec0378p-3f));
-  q = v_fma(q, r, v_set1(0x1.62e12cp-1f));
-  q = v_fma(q, r, v_set1(1.0f));
-  // The low bits of t are the exponent.
-  return {_mm512_castsi512_ps(
-      _mm512_add_epi32(_mm512_castps_si512(q.v), _mm512_slli_epi32(_mm512_castps_si512(t.v), 23)))};
-}
-
-// In quad h of lanes of the result: what `add` makes of the lanes of x[h].
-template <class F>
-KSL_INLINE __m512 reduce_quads(const V *x, F add) {
-  __m512 a[2];
-  for (int i = 0; i < 2; i++)
-    a[i] = add(_mm512_shuffle_f32x4(x[2 * i].v, x[2 * i + 1].v, 0x44),
-               _mm512_shuffle_f32x4(x[2 * i].v, x[2 * i + 1].v, 0xee));
-  __m512 b = add(_mm512_shuffle_f32x4(a[0], a[1], 0x88), _mm512_shuffle_f32x4(a[0], a[1], 0xdd));
-  b = add(b, _mm512_permute_ps(b, 0xb1));
-  return add(b, _mm512_permute_ps(b, 0x4e));
-}
-
-// Scores of a query become 2^(score - maximum), 0 for absent keys.
-KSL_INLINE void load_scores(const Tile *t, const float *s, int n_keys, V *x) {
+// Probabilities of a query as pairs of keys, times the scales of values; the maximum of its scores
+// and the sum of its probabilities.
+KSL_INLINE void soften_bf16(const Tile *t, const float *s, int n_keys, uint32_t *p, float *m,
+                            float *l) {
+  V x[4];
 #pragma GCC unroll 4
   for (int v = 0; v < 4; v++) {
     const int live = n_keys - 16 * v;
@@ -417,82 +367,21 @@ KSL_INLINE void load_scores(const Tile *t, const float *s, int n_keys, V *x) {
     if (t->key_scale)
       x[v].v = _mm512_mask_mul_ps(x[v].v, mask, x[v].v, _mm512_load_ps(t->key_scale + 16 * v));
   }
+  *m = v_hmax(v_max(v_max(x[0], x[1]), v_max(x[2], x[3])));
+  const V shift = v_set1(*m);
+#pragma GCC unroll 4
+  for (int v = 0; v < 4; v++) x[v] = v_exp2(v_sub(x[v], shift));
+  *l = v_hsum(v_add(v_add(x[0], x[1]), v_add(x[2], x[3])));
+  if (t->value_scale)
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; v++)
+      x[v].v = _mm512_mul_ps(x[v].v, _mm512_load_ps(t->value_scale + 16 * v));
+  _mm512_store_si512(p, words_of(x[0].v, x[1].v));
+  _mm512_store_si512(p + 16, words_of(x[2].v, x[3].v));
 }
 
-// Probabilities of R queries, times the scales of values, as pairs of bf16 or as bytes; the maximum
-// of a query's scores and the sum of its probabilities. Bytes are to be multiplied by `unit`, a
-// power of two such that the largest of them is at least 127.
-template <bool kBytes, int R>
-static __attribute__((noinline)) void soften_bf16(const Tile *t, const float *score, int n_keys,
-                                                  uint32_t *p, float *m, float *l, float *unit) {
-  alignas(64) float most[16], sums[16], units[16], factors[16];
-  V x[R][4], of[4] = {v_zero(), v_zero(), v_zero(), v_zero()};
-#pragma GCC unroll 4
-  for (int h = 0; h < R; h++) {
-    load_scores(t, score + h * kTileKeys, n_keys, x[h]);
-    of[h] = v_max(v_max(x[h][0], x[h][1]), v_max(x[h][2], x[h][3]));
-  }
-  const auto greater = [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); };
-  _mm512_store_ps(most, reduce_quads(of, greater));
-#pragma GCC unroll 4
-  for (int h = 0; h < R; h++) {
-    const V shift = v_set1(most[4 * h]);
-#pragma GCC unroll 4
-    for (int v = 0; v < 4; v++) {
-      x[h][v] = short_exp2(v_sub(x[h][v], shift));
-      const int live = n_keys - 16 * v;
-      if (live < 16) x[h][v].v = _mm512_maskz_mov_ps(live > 0 ? lanes_below(live) : 0, x[h][v].v);
-    }
-    of[h] = v_add(v_add(x[h][0], x[h][1]), v_add(x[h][2], x[h][3]));
-    if (t->value_scale)
-#pragma GCC unroll 4
-      for (int v = 0; v < 4; v++) x[h][v] = v_mul(x[h][v], v_load(t->value_scale + 16 * v));
-  }
-  _mm512_store_ps(sums, reduce_quads(of, [](__m512 a, __m512 b) { return _mm512_add_ps(a, b); }));
-  if (kBytes) {
-#pragma GCC unroll 4
-    for (int h = 0; h < R; h++) of[h] = v_max(v_max(x[h][0], x[h][1]), v_max(x[h][2], x[h][3]));
-    // What would round to 256 is taken for the next power; below 2^-50 all is none.
-    const __m512 top = _mm512_mul_ps(reduce_quads(of, greater), _mm512_set1_ps(1 + 0x1p-8f));
-    const Words power = _mm512_max_epi32(
-        _mm512_and_si512((Words)top, _mm512_set1_epi32(0x7f800000)), _mm512_set1_epi32(77 << 23));
-    _mm512_store_si512(units, _mm512_sub_epi32(power, _mm512_set1_epi32(7 << 23)));
-    _mm512_store_si512(factors, _mm512_sub_epi32(_mm512_set1_epi32((int)(261u << 23)), power));
-  }
-#pragma GCC unroll 4
-  for (int h = 0; h < R; h++) {
-    uint32_t *to = p + h * (kTileKeys / 2);
-    if (kBytes) {
-      const V factor = v_set1(factors[4 * h]), magic = v_set1(8388608.0f);
-#pragma GCC unroll 4
-      for (int v = 0; v < 4; v++) x[h][v] = v_fma(x[h][v], factor, magic);
-      const Words low = _mm512_load_si512(kLowBytes.at);
-      const Words a = _mm512_permutex2var_epi8((Words)x[h][0].v, low, (Words)x[h][1].v);
-      const Words b = _mm512_permutex2var_epi8((Words)x[h][2].v, low, (Words)x[h][3].v);
-      _mm512_store_si512(to, _mm512_inserti64x4(a, _mm512_castsi512_si256(b), 1));
-    } else {
-      _mm512_store_si512(to, words_of(x[h][0].v, x[h][1].v));
-      _mm512_store_si512(to + 16, words_of(x[h][2].v, x[h][3].v));
-    }
-    m[h] = most[4 * h];
-    l[h] = sums[4 * h];
-    if (kBytes) unit[h] = units[4 * h];
-  }
-}
-
-// NaN where one of the first n scales is, else 0.
-static float spoilt(const float *scale, int n) {
-  __m512 sum = _mm512_setzero_ps();
-  for (int j = 0; j < n; j += 16) {
-    const __mmask16 live = n - j >= 16 ? (__mmask16)0xffff : lanes_below(n - j);
-    const __m512 x = _mm512_maskz_loadu_ps(live, scale + j);
-    sum = _mm512_add_ps(sum, _mm512_sub_ps(x, x));
-  }
-  return v_hsum({sum});
-}
-
-// ---- values: 64 channels of the pair of keys 2 j and 2 j + 1, or of four keys, 16 in each vector.
-// Channels behind the head are anything.
+// ---- values: 64 channels of the pair of keys 2 j and 2 j + 1, 16 in each vector. Channels behind
+// the head are anything.
 
 // The pairs of two rows of 32 channels.
 KSL_INLINE void pair_words(Words a, Words b, Words &low, Words &high) {
@@ -502,31 +391,9 @@ KSL_INLINE void pair_words(Words a, Words b, Words &low, Words &high) {
   high = _mm512_permutex2var_epi16(a, _mm512_add_epi16(first, _mm512_set1_epi16(16)), b);
 }
 
-struct PairSums {
-  __m512 v;
-  inline __attribute__((always_inline)) void start() { v = _mm512_setzero_ps(); }
-  inline __attribute__((always_inline)) void add(Words p, Words values) {
-    v = _mm512_dpbf16_ps(v, as_bf16(p), as_bf16(values));
-  }
-  inline __attribute__((always_inline)) __m512 floats() const { return v; }
-};
-// In assembly, as i_dot_once.
-struct QuadSums {
-  Lanes v;
-  inline __attribute__((always_inline)) void start() { v = (Lanes)_mm512_setzero_si512(); }
-  inline __attribute__((always_inline)) void add(Words p, Words values) {
-    __asm__("vpdpbusd %2, %1, %0" : "+v"(v) : "v"(p), "v"(values));
-  }
-  inline __attribute__((always_inline)) __m512 floats() const {
-    return _mm512_cvtepi32_ps((__m512i)v);
-  }
-};
-
 // A source has `load`, and `sort`, which brings what was summed of its 64 channels into their
 // order: interleaving inside lanes is cheaper than across them.
 struct FromPairs {
-  typedef PairSums Sums;
-  enum { kKeys = 2 };
   const uint32_t *at;
   int head_dim;
   KSL_INLINE FromPairs of(const Tile *t, int) { return {t->pairs, t->head_dim}; }
@@ -537,23 +404,32 @@ struct FromPairs {
   KSL_INLINE void sort(__m512 *) {}
 };
 
-// Codes of four keys.
-struct FromQuads {
-  typedef QuadSums Sums;
-  enum { kKeys = 4 };
-  const uint32_t *at;
-  int head_dim;
-  KSL_INLINE FromQuads of(const Tile *t, int) { return {t->quads, t->head_dim}; }
-  inline __attribute__((always_inline)) void load(int j, int at_channel, Words *out) const {
-    const uint32_t *from = at + (size_t)j * head_dim + at_channel;
-    for (int o = 0; o < 4; o++) out[o] = _mm512_loadu_si512(from + 16 * o);
+struct FromBf16 {
+  const uint8_t *const *rows;
+  int n;
+  KSL_INLINE FromBf16 of(const Tile *t, int n_keys) { return {t->values, n_keys}; }
+  inline __attribute__((always_inline)) void load(int j, int at, Words *out) const {
+    const uint16_t *a = (const uint16_t *)rows[2 * j] + at;
+    const uint16_t *b = (const uint16_t *)rows[2 * j + 1 < n ? 2 * j + 1 : n - 1] + at;
+    for (int o = 0; o < 2; o++) {
+      const Words x = _mm512_loadu_si512(a + 32 * o), y = _mm512_loadu_si512(b + 32 * o);
+      out[2 * o] = _mm512_unpacklo_epi16(x, y);
+      out[2 * o + 1] = _mm512_unpackhi_epi16(x, y);
+    }
   }
-  KSL_INLINE void sort(__m512 *) {}
+  // Lane k of 32 channels has 8 k to 8 k + 3 in one vector and the next four in the other.
+  KSL_INLINE void sort(__m512 *sum) {
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    for (int o = 0; o < 4; o += 2) {
+      const __m512 low = sum[o], high = sum[o + 1];
+      sum[o] = _mm512_permutex2var_ps(low, first, high);
+      sum[o + 1] = _mm512_permutex2var_ps(low, second, high);
+    }
+  }
 };
 
 struct FromE4m3 {
-  typedef PairSums Sums;
-  enum { kKeys = 2 };
   const uint8_t *const *rows;
   int n;
   E4m3Table table;
@@ -583,11 +459,10 @@ struct FromE4m3 {
 };
 
 // One pass over the channels of `at` fetches a part of every row.
-KSL_INLINE void fetch_next(const Tile *t, int first, int n, int at) {
+KSL_INLINE void fetch_next(const Tile *t, int pair, int at) {
   const KvRun *next = t->next;
-  for (int i = first; i < first + n && i < t->n_next; i++) {
+  for (int i = 2 * pair; i < 2 * pair + 2 && i < t->n_next; i++) {
     fetch(next->k + i * next->k_step, at, t->next_bytes, t->head_dim);
-    fetch(next->v + i * next->v_step, at, t->next_value_bytes, t->head_dim);
     if (at == 0 && next->k_scale_step)
       __builtin_prefetch(next->k_scale + i * next->k_scale_step, 0, 2);
     if (at == 0 && next->v_scale_step)
@@ -602,52 +477,41 @@ struct Weights {
 };
 
 // Adds 16 N channels from `at` to acc of R queries from `first`; p: probabilities
-// [.][kTileKeys / 2]. A function of its own, since inlined its sums would not stay in registers.
+// [.][kTileKeys / 2 pairs].
 template <class Source, int R, int N>
-static __attribute__((noinline)) void values_bf16(const Tile *t, int n_keys, const uint32_t *p,
-                                                  int at, const Weights *w, int first, float *acc) {
+static void values_bf16(const Tile *t, const Source &source, const uint32_t *p, int pairs, int at,
+                        const Weights *w, int first, float *acc) {
   const int d = t->head_dim;
-  typename Source::Sums sum[R][N];
+  __m512 sum[R][N];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-    for (int o = 0; o < N; o++) sum[r][o].start();
+    for (int o = 0; o < N; o++) sum[r][o] = _mm512_setzero_ps();
   p += first * (kTileKeys / 2);
-  const Source source = Source::of(t, n_keys);
-  const int groups = (n_keys + Source::kKeys - 1) / Source::kKeys;
-  for (int j = 0; j < groups; j++) {
-    if (t->n_next && !t->spread) fetch_next(t, Source::kKeys * j, Source::kKeys, at);
+  for (int j = 0; j < pairs; j++) {
+    if (t->n_next) fetch_next(t, j, at);
     Words v[4];
     source.load(j, at, v);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      const Words few = _mm512_set1_epi32((int)p[r * (kTileKeys / 2) + j]);
+      const Words two = _mm512_set1_epi32((int)p[r * (kTileKeys / 2) + j]);
 #pragma GCC unroll 4
-      for (int o = 0; o < N; o++) sum[r][o].add(few, v[o]);
+      for (int o = 0; o < N; o++)
+        sum[r][o] = _mm512_dpbf16_ps(sum[r][o], as_bf16(two), as_bf16(v[o]));
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) {
-    const float old = w->old[first + r];
-    const __m512 fresh = _mm512_set1_ps(w->fresh[first + r]);
-    __m512 x[N];
+    const __m512 old = _mm512_set1_ps(w->old[first + r]),
+                 fresh = _mm512_set1_ps(w->fresh[first + r]);
+    // Added to -0, every sum stays as it is.
+    if (N == 4) Source::sort(sum[r]);
+    const __mmask16 has = w->start[first + r] ? (__mmask16)0 : (__mmask16)0xffff;
 #pragma GCC unroll 4
-    for (int o = 0; o < N; o++) x[o] = sum[r][o].floats();
-    if (N == 4) Source::sort(x);
-    float *to = acc + (size_t)(first + r) * d + at;
-    if (w->start[first + r]) {
-#pragma GCC unroll 4
-      for (int o = 0; o < N; o++) _mm512_storeu_ps(to + 16 * o, _mm512_mul_ps(x[o], fresh));
-    } else if (old == 1.0f) {  // as the general case, which is rare
-#pragma GCC unroll 4
-      for (int o = 0; o < N; o++)
-        _mm512_storeu_ps(to + 16 * o, _mm512_fmadd_ps(x[o], fresh, _mm512_loadu_ps(to + 16 * o)));
-    } else {
-#pragma GCC unroll 4
-      for (int o = 0; o < N; o++)
-        _mm512_storeu_ps(to + 16 * o, _mm512_fmadd_ps(x[o], fresh,
-                                                      _mm512_mul_ps(_mm512_loadu_ps(to + 16 * o),
-                                                                    _mm512_set1_ps(old))));
+    for (int o = 0; o < N; o++) {
+      float *to = acc + (size_t)(first + r) * d + at + 16 * o;
+      const __m512 x = _mm512_mask_loadu_ps(_mm512_set1_ps(-0.0f), has, to);
+      _mm512_storeu_ps(to, _mm512_fmadd_ps(sum[r][o], fresh, _mm512_mul_ps(x, old)));
     }
   }
 }
@@ -668,8 +532,7 @@ static void attn_block_bf16(Tile *t, const uint16_t *q, size_t q_step, int queri
                             float *m, float *l, float *acc) {
   alignas(64) float score[kTogether * kTileKeys];
   alignas(64) uint32_t p[kTogether * kTileKeys / 2];
-  alignas(64) float tile_m[kTogether], tile_l[kTogether], unit[kTogether];
-  constexpr bool kQuads = Source::kKeys == 4;
+  alignas(64) float tile_m[kTogether], tile_l[kTogether];
   Weights w;
   int r = 0;
   if (t->columns && n_keys == kTileKeys) {
@@ -691,31 +554,24 @@ static void attn_block_bf16(Tile *t, const uint16_t *q, size_t q_step, int queri
     r += rows;
   }
   t->value_bytes = 0;  // once is enough
-  int done = 0;
-  const auto soften = [&](auto rows) {
-    for (; done + rows.n <= queries; done += rows.n)
-      soften_bf16<kQuads, rows.n>(t, score + done * kTileKeys, n_keys, p + done * (kTileKeys / 2),
-                                  tile_m + done, tile_l + done, unit + done);
-  };
-  soften(Count<4>());
-  soften(Count<2>());
-  soften(Count<1>());
-  const V none = v_set1(kQuads ? spoilt(t->value_scale, n_keys) : 0.0f);
+  for (int h = 0; h < queries; h++)
+    soften_bf16(t, score + h * kTileKeys, n_keys, p + h * (kTileKeys / 2), &tile_m[h], &tile_l[h]);
   for (int h = 0; h < queries; h++) w.start[h] = m[h] == -__builtin_inff() && l[h] == 0.0f;
   each_vector(queries, [&](int h, auto load, auto store) {  // as attn_combine
     const V before = load(m + h), now = load(tile_m + h), most = v_max(now, before);
-    const V old = tile_weight(v_sub(before, most)), fresh = tile_weight(v_sub(now, most));
+    const V old = v_exp2(v_sub(before, most)), fresh = v_exp2(v_sub(now, most));
     store(w.old + h, old);
-    // A power of two: the product is exact, and no other than if it met the sum alone.
-    store(w.fresh + h, kQuads ? v_add(v_mul(fresh, load(unit + h)), none) : fresh);
+    store(w.fresh + h, fresh);
     store(m + h, most);
     store(l + h, v_fma(load(tile_l + h), fresh, v_mul(load(l + h), old)));
   });
+  const Source source = Source::of(t, n_keys);
+  const int pairs = (n_keys + 1) / 2;
   each_rows(queries, [&](auto rows, int r) {
     int at = 0;
     for (; at + 64 <= t->head_dim; at += 64)
-      values_bf16<Source, rows.n, 4>(t, n_keys, p, at, &w, r, acc);
-    if (at < t->head_dim) values_bf16<Source, rows.n, 2>(t, n_keys, p, at, &w, r, acc);
+      values_bf16<Source, rows.n, 4>(t, source, p, pairs, at, &w, r, acc);
+    if (at < t->head_dim) values_bf16<Source, rows.n, 2>(t, source, p, pairs, at, &w, r, acc);
     t->n_next = 0;
   });
 }
@@ -730,73 +586,6 @@ static void attn_spans_bf16(Tile *t, const uint16_t *q, size_t q_step, int group
                               acc + (size_t)h * t->head_dim);
     }
   });
-}
-
-// Codes of a tile's bf16 values, four keys together, and the scales of the rows: absmax / 127, NaN
-// where a value is not finite. Absent keys of the last four are zero.
-static void fill_quads(const Tile *t, uint32_t *out, float *scale) {
-  const int d = t->head_dim, most = (t->n + 3) / 4 * 4;
-  alignas(64) float inverse[kTileKeys];
-  for (int j = 0; j < kTileKeys; j += 16) _mm512_store_ps(scale + j, _mm512_setzero_ps());
-  for (int j = 0; j < t->n; j++) {
-    const uint16_t *row = (const uint16_t *)t->values[j];
-    Words high = _mm512_setzero_si512();  // bf16 without sign compare as integers
-    for (int i = 0; i < d; i += 32)
-      high = _mm512_max_epu16(
-          high, _mm512_and_si512(_mm512_loadu_si512(row + i), _mm512_set1_epi16(0x7fff)));
-    const __m256i half =
-        _mm256_max_epu16(_mm512_castsi512_si256(high), _mm512_extracti64x4_epi64(high, 1));
-    const __m128i eight =
-        _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-    const __m128i least = _mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi16(-1)));
-    const uint32_t bits = (uint32_t)(_mm_cvtsi128_si32(least) & 0xffff) ^ 0xffff;
-    scale[j] = kv_float(bits << 16);
-  }
-  for (int j = 0; j < kTileKeys; j += 16) {
-    const __m512 top = _mm512_load_ps(scale + j);
-    // Rows below 2^-100 are zero; infinity less itself is NaN.
-    const __mmask16 some = _mm512_cmp_ps_mask(top, _mm512_set1_ps(0x1p-100f), _CMP_NLT_UQ);
-    _mm512_store_ps(inverse + j, _mm512_maskz_div_ps(some, _mm512_set1_ps(127.0f), top));
-    _mm512_store_ps(scale + j,
-                    _mm512_maskz_add_ps(some, _mm512_mul_ps(top, _mm512_set1_ps(1.0f / 127)),
-                                        _mm512_sub_ps(top, top)));
-  }
-  const __m512 magic = _mm512_set1_ps(12582912.0f);  // adding it leaves a code in the low byte
-  const Words odd = _mm512_set1_epi32((int)0xffff0000u), byte = _mm512_set1_epi32(0xff),
-              word = _mm512_set1_epi32(0xffff);
-  const Words first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-  const Words second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-  for (int j = 0; j < most; j += 4, out += d) {
-    const uint16_t *row[4];
-    __m512 factor[4];
-    if (t->spread)
-      for (int r = j; r < j + 4 && r < t->n_next; r++)
-        fetch(t->next->v + r * t->next->v_step, 0, t->next_value_bytes, 64);
-#pragma GCC unroll 4
-    for (int r = 0; r < 4; r++) {
-      row[r] = (const uint16_t *)t->values[j + r < t->n ? j + r : t->n - 1];
-      factor[r] = _mm512_set1_ps(inverse[j + r]);
-    }
-    for (int i = 0; i < d; i += 32) {
-      Words x[2][4];
-#pragma GCC unroll 4
-      for (int r = 0; r < 4; r++) {
-        const Words w = _mm512_loadu_si512(row[r] + i);
-        x[0][r] = (Words)_mm512_fmadd_ps((__m512)_mm512_slli_epi32(w, 16), factor[r], magic);
-        x[1][r] = (Words)_mm512_fmadd_ps((__m512)_mm512_and_si512(w, odd), factor[r], magic);
-      }
-#pragma GCC unroll 2
-      for (int o = 0; o < 2; o++) {  // 0xca: the second where the first has ones, else the third
-        const Words a =
-            _mm512_ternarylogic_epi32(byte, x[o][0], _mm512_slli_epi32(x[o][1], 8), 0xca);
-        const Words b =
-            _mm512_ternarylogic_epi32(byte, x[o][2], _mm512_slli_epi32(x[o][3], 8), 0xca);
-        x[o][0] = _mm512_ternarylogic_epi32(word, a, _mm512_slli_epi32(b, 16), 0xca);
-      }
-      _mm512_storeu_si512(out + i, _mm512_permutex2var_epi32(x[0][0], first, x[1][0]));
-      _mm512_storeu_si512(out + i + 16, _mm512_permutex2var_epi32(x[0][0], second, x[1][0]));
-    }
-  }
 }
 
 // Pairs of values of all keys, for many queries.
@@ -887,9 +676,7 @@ static void attn_tile_bf16(const KvRun *runs, int n_runs, const KvRun *next, int
                                words + n * head_dim);
   }
   const int format = runs[0].format;
-  t.value_bytes = format == KSL_KV_BF16                                         ? 2 * head_dim
-                  : format == KSL_KV_INT4_G32 || format == KSL_KV_INT8RING_INT4 ? head_dim / 2
-                                                                                : head_dim;
+  t.value_bytes = format == KSL_KV_BF16 ? 2 * head_dim : head_dim;
   t.next_bytes = format == KSL_KV_BF16                               ? 2 * head_dim
                  : format == KSL_KV_FP8 || format == KSL_KV_INT8_G64 ? head_dim
                                                                      : head_dim / 2;
@@ -902,33 +689,23 @@ static void attn_tile_bf16(const KvRun *runs, int n_runs, const KvRun *next, int
   }
   const bool e4m3 = format == KSL_KV_FP8 || format == KSL_KV_Q4;
   t.key_scale = format == KSL_KV_FP8 ? key_scale : nullptr;
-  t.value_scale = e4m3 || format == KSL_KV_BF16 ? value_scale : nullptr;
-  t.next_value_bytes = 0;
-  t.spread = false;
+  t.value_scale = e4m3 ? value_scale : nullptr;
   t.columns = nullptr;
-  t.quads = nullptr;
   const uint16_t *queries = (const uint16_t *)q;
   const size_t q_step = 2 * (size_t)head_dim;
-  uint32_t *values = (uint32_t *)(scratch + (size_t)kTileKeys * head_dim * 4);
-  if (few && e4m3) {
+  if (few && format == KSL_KV_BF16) {
+    attn_spans_bf16<FromBf16>(&t, queries, q_step, group, columns, n_keys, m, l, acc);
+  } else if (few && e4m3) {
     attn_spans_bf16<FromE4m3>(&t, queries, q_step, group, columns, n_keys, m, l, acc);
-    return;
-  }
-  t.next_value_bytes = t.value_bytes;
-  t.value_bytes = 0;
-  t.spread = few && format == KSL_KV_BF16;
-  if (!few && t.n == kTileKeys) {
-    uint32_t *columns = (uint32_t *)(scratch + (size_t)kTileKeys * head_dim * 2);
-    fill_columns(&t, columns);
-    t.columns = columns;
-  }
-  if (format == KSL_KV_BF16) {
-    fill_quads(&t, values, value_scale);
-    t.quads = values;
-    attn_spans_bf16<FromQuads>(&t, queries, q_step, group, columns, n_keys, m, l, acc);
   } else {
-    fill_pairs(&t, runs, values);
-    t.pairs = values;
+    uint32_t *pairs = (uint32_t *)(scratch + (size_t)kTileKeys * head_dim * 4);
+    fill_pairs(&t, runs, pairs);
+    if (t.n == kTileKeys) {
+      uint32_t *columns = (uint32_t *)(scratch + (size_t)kTileKeys * head_dim * 2);
+      fill_columns(&t, columns);
+      t.columns = columns;
+    }
+    t.pairs = pairs;
     attn_spans_bf16<FromPairs>(&t, queries, q_step, group, columns, n_keys, m, l, acc);
   }
 }

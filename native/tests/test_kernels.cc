@@ -496,14 +496,13 @@ void test_functions(const Kernels &k) {
     else
       check(silu[i] <= 0 && silu[i] >= -1e-35f, "silu(%a) = %a", gates[i], silu[i]);
   }
-  // Combining a tile of maximum x into one of maximum 0 scales its accumulator by 2^x, by none if
-  // that is below 2^-60.
+  // Combining a tile of maximum x into one of maximum 0 scales its accumulator by 2^x.
   for (int i = 0; i < 20000; i++) {
     const float x = (float)((uniform() - 1) * (i % 2 ? 43 : 2)), tile = 1;
     float m = 0, l = 1, acc = 0;
     k.attn.combine(&m, &l, &acc, x, 1, &tile, 1);
-    const double expected = x < -60 ? 0 : exp2((double)x);
-    check(ulps(acc, expected) <= 1.25, "exp2(%a) = %a, %.2f ulp", x, acc, ulps(acc, expected));
+    check(ulps(acc, exp2((double)x)) <= 1.25, "exp2(%a) = %a, %.2f ulp", x, acc,
+          ulps(acc, exp2((double)x)));
   }
   float nan = NAN, one = 1;
   k.sigmoid_mul(&one, &nan, 1);
@@ -800,7 +799,7 @@ void test_attention(const AttnKernels &k, int format, int group, int columns, in
   for (int h = 0; h < queries; h++) {
     const int sees = keys - (columns - 1 - h / group);
     std::vector<double> p(keys), expected(head_dim), reach(head_dim);
-    double most = -INFINITY, sum = 0, tops = 0, top = 0;  // what keys add to any channel
+    double most = -INFINITY, sum = 0;
     for (int j = 0; j < sees; j++) {
       double dot = 0;
       for (int i = 0; i < head_dim; i++) dot += (double)q[h * d + i] * scale * rows.k[j * d + i];
@@ -813,21 +812,12 @@ void test_attention(const AttnKernels &k, int format, int group, int columns, in
         expected[i] += p[j] / sum * rows.v[j * d + i];
         reach[i] += p[j] / sum * fabs(rows.v[j * d + i]);
       }
-    for (int j = 0; j < sees; j++) {
-      double row = 0;
-      for (int i = 0; i < head_dim; i++) row = fmax(row, fabs(rows.v[j * d + i]));
-      tops += p[j] / sum * row;
-      top = fmax(top, p[j] / sum * row);
-    }
-    // Bytes round a row's values by up to 1/254 of its largest, and what every key adds by as much
-    // of the most that one does.
-    const double bytes = format == KSL_KV_BF16 ? tops / 254 + 8 * top / 254 : 0;
     Floats out(head_dim);
     k.finish(&all.acc[h * d], all.l[h], head_dim, out.data());
     // Rounding to bf16 moves scores, and so probabilities: a share of what is summed.
     for (int i = 0; i < head_dim; i++) {
       if (rounds)
-        check(fabs(out[i] - expected[i]) <= 0.1 * reach[i] + bytes + 1e-6,
+        check(fabs(out[i] - expected[i]) <= 0.1 * reach[i] + 1e-6,
               "attention in bf16: format %d, head %d of %d, channel %d: %a, not %a", format, h,
               queries, i, out[i], expected[i]);
       else
@@ -867,43 +857,15 @@ void test_kv_reading(const AttnKernels &k, int format, int head_dim) {
             "format %d, %d dims: key channel %d is read as %a, not %a", format, head_dim, i,
             all.m[0], stored(rows.k[i]));
       k.finish(all.acc.data(), all.l[0], head_dim, out.data());
-      float top = 0;
-      for (const float v : rows.v) top = fmaxf(top, fabsf(v));
-      // As bytes: half of 1/127 from the code of the value, of 1/127 from that of the probability.
-      const float slack = rounds && format == KSL_KV_BF16 ? 1.01f / 127 * top : 0;
       for (int j = 0; j < head_dim; j++)
-        check(fabsf(out[j] - stored(rows.v[j])) <= slack,
+        check(out[j] == stored(rows.v[j]),
               "format %d, %d dims: value channel %d is read as %a, not %a", format, head_dim, j,
               out[j], stored(rows.v[j]));
     }
   }
 }
 
-// A value that is not finite reaches the queries that see it, and no others.
-void test_spoilt_value(const AttnKernels &k, int group) {
-  const int d = 64;
-  for (int keys = 40; keys <= 41; keys++) {
-    KvRows rows(KSL_KV_BF16, d, 41);
-    const uint16_t infinite = 0x7f80;
-    memcpy(&rows.plane[2][40 * rows.step(2) + 2 * 5], &infinite, 2);
-    rows.keys = keys;
-    const Floats q = random_floats(group * d, 2);
-    Floats prepared(group * d), out(d);
-    for (int h = 0; h < group; h++) k.query(KSL_KV_BF16, &q[h * d], d, 0.125f, &prepared[h * d]);
-    std::vector<uint8_t> bytes(attn_scratch_bytes(d) + 64, 0xff);
-    uint8_t *scratch = bytes.data() + (64 - (uintptr_t)bytes.data() % 64) % 64;
-    const Running all = attend(k, rows, prepared.data(), group, 1, d, scratch);
-    for (int h = 0; h < group; h++) {
-      k.finish(&all.acc[h * d], all.l[h], d, out.data());
-      check(isfinite(out[5]) == (keys == 40), "an infinite value of key 40, of %d: %a", keys,
-            out[5]);
-    }
-  }
-}
-
 void test_attention_tables(const AttnKernels &k) {
-  test_spoilt_value(k, 2);
-  test_spoilt_value(k, 8);
   for (int format = KSL_KV_F32; format <= KSL_KV_INT4_G32; format++) {
     for (const int d : {32, 64, 96, 128, 256})
       if (!kv_format_limit(format, d)) test_kv_reading(k, format, d);
