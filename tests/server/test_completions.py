@@ -260,7 +260,13 @@ def bare() -> Iterator[Server]:
     """A model folder without a tokenizer."""
     with serving(
         Settings(
-            model=str(GOLDEN), weights="bf16", head="bf16", context=512, wave_columns=32, kv="f32"
+            model=str(GOLDEN),
+            weights="bf16",
+            head="bf16",
+            context=512,
+            wave_columns=32,
+            kv="f32",
+            activations="float",  # scores are compared with those of float32
         )
     ) as running:
         yield running
