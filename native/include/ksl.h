@@ -71,7 +71,8 @@ enum { KSL_FILL_NONE = 0, KSL_FILL_UNIFORM = 1, KSL_FILL_CONSTANT = 2 };
 enum { KSL_ISA_AUTO = 0, KSL_ISA_SCALAR = 1, KSL_ISA_AVX2 = 2, KSL_ISA_AVX512 = 3 };
 
 /* Arithmetic of matrix products. AUTO: the backend's own (CPU: int8 activations beside E2M3 and
-   NVFP4 weights); FLOAT: activations are not rounded. */
+   NVFP4 weights, bf16 ones beside bf16 weights where the machine multiplies them); FLOAT:
+   activations are not rounded. */
 enum { KSL_ACT_AUTO = 0, KSL_ACT_FLOAT = 1 };
 
 /* OPS: FORCE and FAULT, refused without. PORTABLE: a device's backend takes kernels that other

@@ -234,15 +234,6 @@ __device__ void load_queries(const FlashArgs &a, const FlashTile &tile, int head
   }
 }
 
-__device__ inline float quad_max(float v) {
-  v = fmaxf(v, __shfl_xor_sync(kAll, v, 1));
-  return fmaxf(v, __shfl_xor_sync(kAll, v, 2));
-}
-__device__ inline float quad_sum(float v) {
-  v += __shfl_xor_sync(kAll, v, 1);
-  return v + __shfl_xor_sync(kAll, v, 2);
-}
-
 template <int kFormat>
 __device__ void multiply(const FlashArgs &a, const FlashTile &tile, int head, uint8_t *memory) {
   typedef Layout<kFormat> L;

@@ -237,15 +237,6 @@ __device__ inline void load_queries(const FlashArgs &a, const FlashTile &tile, i
   }
 }
 
-__device__ inline float quad_max(float v) {
-  v = fmaxf(v, __shfl_xor_sync(kAll, v, 1));
-  return fmaxf(v, __shfl_xor_sync(kAll, v, 2));
-}
-__device__ inline float quad_sum(float v) {
-  v += __shfl_xor_sync(kAll, v, 1);
-  return v + __shfl_xor_sync(kAll, v, 2);
-}
-
 template <int kFormat, int kDim>
 __global__ void __launch_bounds__(kThreads, 1) prompt_kernel(const __grid_constant__ PromptArgs p) {
   typedef Layout<kFormat, kDim> L;

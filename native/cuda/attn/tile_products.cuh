@@ -132,15 +132,6 @@ __device__ __forceinline__ void score_keys(const uint8_t *stage, const uint8_t *
   }
 }
 
-__device__ inline float quad_max(float v) {
-  v = fmaxf(v, __shfl_xor_sync(kAll, v, 1));
-  return fmaxf(v, __shfl_xor_sync(kAll, v, 2));
-}
-__device__ inline float quad_sum(float v) {
-  v += __shfl_xor_sync(kAll, v, 1);
-  return v + __shfl_xor_sync(kAll, v, 2);
-}
-
 // B fragments of kOwn columns for slots (2 t, 2 t + 1) of a step: the same dims of two keys.
 template <bool kBf16, int kOwn>
 __device__ inline void value_pair(const uint8_t *first, const uint8_t *second,

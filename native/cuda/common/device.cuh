@@ -90,6 +90,16 @@ __device__ inline float warp_min(float v) {
   return v;
 }
 
+// Over the four lanes that have a row of a product's fragment.
+__device__ inline float quad_max(float v) {
+  v = fmaxf(v, __shfl_xor_sync(kAll, v, 1));
+  return fmaxf(v, __shfl_xor_sync(kAll, v, 2));
+}
+__device__ inline float quad_sum(float v) {
+  v += __shfl_xor_sync(kAll, v, 1);
+  return v + __shfl_xor_sync(kAll, v, 2);
+}
+
 // Sum over a block whose size is a multiple of 32. scratch: [32] shared floats.
 __device__ inline float block_sum(float v, float *scratch) {
   const int tid = threadIdx.x + blockDim.x * threadIdx.y;
