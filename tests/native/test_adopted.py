@@ -1,5 +1,5 @@
 """What starts from a checkpoint equals what was computed from the beginning, bit for bit: every
-kind of save point, every tier, greedy and sampled, MTP drafts included."""
+kind of save point, every tier, every KV format, greedy and sampled, MTP drafts included."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 
 from kslserve.core.sampling import SamplingParams
 from kslserve.core.usage import FinishReason
+from kslserve.engine.budget import KV_FORMATS
 from kslserve.engine.model import ModelSpec, PoolSizes, TensorArg
 from kslserve.engine.native import NativeEngine
 from kslserve.engine.types import Done, Draft, Ids, OpKind, RowKind, Wave
@@ -45,9 +46,9 @@ Model = tuple[ModelSpec, list[TensorArg], str]  # with the KV format
 each_sampling = pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "hot"])
 
 
-@pytest.fixture(scope="module", params=["bf16", "q4", "int8ring_int4"])
+@pytest.fixture(scope="module", params=KV_FORMATS)
 def model(request: pytest.FixtureRequest) -> Model:
-    spec = tiny_spec() if request.param == "bf16" else wide_spec()
+    spec = tiny_spec() if request.param in ("f32", "bf16") else wide_spec()
     return spec, tiny_tensors(spec, tiny_arrays(spec, seed=3), "mixed"), request.param
 
 

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kslserve.core.sampling import SamplingParams
+from kslserve.engine.budget import KV_FORMATS
 from kslserve.engine.types import Draft, Row, RowKind
 from tests.native.conftest import Engines
 from tests.native.driver import ISA_PATHS, Driver
@@ -18,13 +19,9 @@ HOT = SamplingParams(temperature=1.0, top_k=40, top_p=0.95, repetition_penalty=1
 IDS = np.random.default_rng(5).integers(0, 199, 240).astype(np.int32)
 
 each_path = pytest.mark.parametrize("isa", ISA_PATHS)
-# Both arithmetics of weights and of attention; every way to read a KV row.
+# Both arithmetics of weights and of attention; every KV format.
 each_form = pytest.mark.parametrize(
-    ("kv", "arithmetic"),
-    [
-        *(("f32", "float"), ("f32", "auto"), ("bf16", "auto"), ("q4", "auto")),
-        *(("int8_g64", "auto"), ("int8ring_int4", "auto")),
-    ],
+    ("kv", "arithmetic"), [("f32", "float"), *((kv, "auto") for kv in KV_FORMATS)]
 )
 few = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

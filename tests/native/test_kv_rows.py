@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +24,13 @@ from tests.tiny import tiny_arrays, tiny_spec, tiny_tensors, wide_spec
 
 F32 = npt.NDArray[np.float32]
 
-HEAD_DIMS = (64, 128, 256)
 COMPACT = ("fp8", "q4", "int8_g64", "int4_g32")
 each_format = pytest.mark.parametrize("kv", KV_FORMATS)
+# Every size of heads that q4 takes, where the format takes it.
+each_head = pytest.mark.parametrize(
+    ("kv", "d"),
+    [(kv, d) for kv in KV_FORMATS for d in (32, 64, 128, 256) if d > 32 or "int8" not in kv],
+)
 each_side = pytest.mark.parametrize("side", [reference.KEY, reference.VALUE], ids=["k", "v"])
 
 
@@ -49,9 +54,8 @@ def relative(found: F32, x: F32) -> float:
     return float(np.linalg.norm(found - x) / np.linalg.norm(x))
 
 
-@each_format
+@each_head
 @each_side
-@pytest.mark.parametrize("d", HEAD_DIMS)
 def test_normal_rows(kv: str, side: int, d: int) -> None:
     x = np.random.default_rng(d).standard_normal((300, d)).astype(np.float32) * np.float32(3)
     error = relative(unrotated(kv, side, compare(kv, side, x)), x)
@@ -81,7 +85,7 @@ def test_rows_that_are_not_normal(kv: str, side: int) -> None:
     compare(kv, side, np.concatenate(rows).astype(np.float32))
 
 
-@pytest.mark.parametrize("d", HEAD_DIMS)
+@pytest.mark.parametrize("d", [64, 128, 256])
 def test_an_outlier_costs_q4_little(d: int) -> None:
     """A large constant in one channel makes whole groups one-signed after the rotation: the zero
     point may leave 0..15, or they would be lost."""
@@ -146,10 +150,14 @@ def test_an_engine_refuses_heads_that_a_format_does_not_take() -> None:
         Driver(spec, tensors, kv="q4")
 
 
-@pytest.mark.parametrize("kv", [*COMPACT, "int8ring_int4", "bf16"])
-def test_the_pool_holds_the_rows_of_keys_and_values(kv: str, isa: str) -> None:
+def spec_of(d: int) -> ModelSpec:
+    return replace(wide_spec(), head_dim=d)
+
+
+@each_head
+def test_the_pool_holds_the_rows_of_keys_and_values(kv: str, d: int, isa: str) -> None:
     """Prompt chunks, decode steps and the MTP layer: block images are the encoded taps."""
-    spec = wide_spec()
+    spec = spec_of(d)
     tensors = tiny_tensors(spec, tiny_arrays(spec), "bf16")
     with Driver(spec, tensors, kv=kv, isa=isa) as driver:
         stream = driver.begin(0, sampling=SamplingParams(temperature=0))
@@ -183,6 +191,54 @@ def test_the_pool_holds_the_rows_of_keys_and_values(kv: str, isa: str) -> None:
                 at += rows * width
 
 
+def stored(kv: str, side: int, x: F32) -> F32:
+    """What a format keeps of rows [n, heads, d], without its rotation."""
+    rows = x.reshape(-1, x.shape[2])
+    kept = reference.decode(kv, side, *reference.encode(kv, side, rows), x.shape[2])
+    return unrotated(kv, side, kept).reshape(x.shape)
+
+
+def attention(q: F32, keys: F32, values: F32) -> F32:
+    """Causal attention [n, heads, d] in float64. keys and values [n, n, kv_heads, d]: as each
+    position reads them."""
+    n, heads, d = q.shape
+    group = heads // keys.shape[2]
+    result = np.zeros(q.shape)
+    for h in range(heads):
+        scores = np.einsum("pd,pjd->pj", q[:, h].astype(np.float64), keys[:, :, h // group])
+        scores = np.where(np.tri(n, dtype=bool), scores / np.sqrt(d), -np.inf)
+        p = np.exp(scores - scores.max(axis=1, keepdims=True))
+        p /= p.sum(axis=1, keepdims=True)
+        result[:, h] = np.einsum("pj,pjd->pd", p, values[:, :, h // group])
+    return result
+
+
+@each_head
+def test_keys_and_values_are_read_as_they_are_stored(kv: str, d: int, isa: str) -> None:
+    """By prompt rows and decode steps, over blocks in no order, past a tile of keys; what was not
+    rounded is another result."""
+    spec = spec_of(d)
+    tensors = tiny_tensors(spec, tiny_arrays(spec), "bf16")
+    ids = np.random.default_rng(2).integers(0, 199, 90).astype(np.int32)
+    names = [f"layers.1.{name}" for name in ("attn_q", "attn_k", "attn_v", "attn_pregate")]
+    taps: list[list[F32]] = [[] for _ in names]
+    with Driver(spec, tensors, kv=kv, kv_ring=128, isa=isa) as driver:
+        stream = driver.begin(0)
+        for n in (70, 1, 16, 1, 2):
+            row = stream.row(RowKind.PREFILL, ids[stream.position : stream.position + n])
+            result = stream.run(row, names)
+            for found, name in zip(taps, names, strict=True):
+                found.append(result.taps[name].reshape(n, -1, spec.head_dim))
+    q, k, v, out = (np.concatenate(found) for found in taps)
+    form = "int8_g64" if kv == "int8ring_int4" else kv  # the ring reaches over all of them
+    as_stored, as_given = (
+        attention(q, *(np.broadcast_to(x, (len(q), *x.shape)) for x in sides))
+        for sides in ((stored(form, reference.KEY, k), stored(form, reference.VALUE, v)), (k, v))
+    )
+    assert np.abs(out - as_stored).max() < 1e-4
+    assert kv == "f32" or np.abs(out - as_given).max() > 3e-4
+
+
 RING = 64
 
 
@@ -212,32 +268,16 @@ def ring_reference(x: F32, side: int) -> list[bytes]:
 def read_by_position(q: F32, keys: F32, values: F32) -> dict[str, F32]:
     """Attention [n, heads, head_dim] in float64: a query reads the last RING positions in int8 and
     those before in int4; and, as controls, all in int8 or all in int4."""
-    n, heads, d = q.shape
-    group = heads // keys.shape[1]
-
-    def stored(kv: str, side: int, x: F32) -> F32:
-        rows = x.reshape(-1, d)
-        return reference.decode(kv, side, *reference.encode(kv, side, rows), d).reshape(x.shape)
-
     recent, old = (
         [stored(kv, side, x) for side, x in ((reference.KEY, keys), (reference.VALUE, values))]
         for kv in ("int8_g64", "int4_g32")
     )
-    age = np.arange(n)[:, None] - np.arange(n)[None]
-    out = {}
-    for name, near in (("ring", age < RING), ("int8", age < n), ("int4", age < 0)):
-        result = np.zeros(q.shape)
-        for h in range(heads):
-            k, v = (
-                np.where(near[:, :, None], recent[i][:, h // group], old[i][:, h // group])
-                for i in (0, 1)
-            )
-            scores = np.einsum("pd,pjd->pj", q[:, h].astype(np.float64), k) / np.sqrt(d)
-            scores[age < 0] = -np.inf
-            p = np.exp(scores - scores.max(axis=1, keepdims=True))
-            result[:, h] = np.einsum("pj,pjd->pd", p / p.sum(axis=1, keepdims=True), v)
-        out[name] = result
-    return out
+    n = len(q)
+    age = (np.arange(n)[:, None] - np.arange(n)[None])[..., None, None]
+    return {
+        name: attention(q, *(np.where(near, a, b) for a, b in zip(recent, old, strict=True)))
+        for name, near in (("ring", age < RING), ("int8", age < n), ("int4", age < -n))
+    }
 
 
 @pytest.mark.parametrize("plan", [[150], [70, 1, 16, 17, 1, 45], [1] * 20 + [130]])

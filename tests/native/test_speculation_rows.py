@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kslserve.core.sampling import SamplingParams
+from kslserve.engine.budget import KV_FORMATS
 from kslserve.engine.types import Draft, OpKind, RowKind, SlotConfig, StateOp
 from tests.native.conftest import Engines
 from tests.native.driver import ISA_PATHS, Driver, Stream
@@ -84,7 +85,7 @@ def test_given_drafts(
 
 
 @each_path
-@pytest.mark.parametrize("kv", ["f32", "bf16"])
+@pytest.mark.parametrize("kv", KV_FORMATS)
 @each_sampling
 def test_own_drafts(engines: Engines, isa: str, kv: str, sampling: SamplingParams) -> None:
     driver = engines.get(isa, kv)
