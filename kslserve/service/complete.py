@@ -16,7 +16,7 @@ from kslserve.errors import ContextLengthExceeded, InvalidRequest, KslError, Que
 from kslserve.sched.scheduler import Job
 from kslserve.service.completion import Completion, CompletionOptions
 from kslserve.service.generation import OnEvents
-from kslserve.service.service import Service, new_seed
+from kslserve.service.service import Service, is_aside, new_seed
 from kslserve.service.statistics import statistics_of
 
 PARALLEL = 8  # prompts of one request that run or wait at a time
@@ -154,5 +154,6 @@ class Completions:
             seed=self.seed,
             stop_ids=() if options.ignore_eos else self._service.model.stop_ids,
             priority=options.priority,
+            side=is_aside(ids),
             score=options.echo and options.sampling.logprobs is not None,
         )

@@ -32,7 +32,7 @@ from kslserve.service.statistics import statistics_of
 from kslserve.text.rendered import Rendered
 from kslserve.text.tokenizer import Tokenizer
 
-SIDE_PROMPT_TOKENS = 2048
+_SIDE_TOKENS = 2048
 _SEED_MASK = (1 << 64) - 1
 _SEED_BITS = 53  # survives a client that reads JSON numbers as doubles
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -57,6 +57,12 @@ class _Counts:
 def new_seed(seed: int | None) -> int:
     """The seed of a generation: the one asked for, or a random one."""
     return secrets.randbits(_SEED_BITS) if seed is None else seed & _SEED_MASK
+
+
+def is_aside(prompt: Ids) -> bool:
+    """Whether a prompt without tools is one of the small questions that clients ask beside their
+    work (a title, a summary, a completion at the cursor), which go first among equals."""
+    return len(prompt) < _SIDE_TOKENS
 
 
 class Tracked(Sink, Protocol):
@@ -159,7 +165,7 @@ class Service:
             boundaries=prepared.boundaries,
             forced=self._forced(request),
             guide=guide,
-            side=not request.tools and len(prepared.ids) < SIDE_PROMPT_TOKENS,
+            side=not request.tools and is_aside(prepared.ids),
         )
         parser = OutputParser(
             tools,

@@ -32,6 +32,7 @@ SLOW = {
     "delay_ms": 5,
 }
 MUTE = {"match": "mute", "chunks": ["late"], "end": "stop", "thinking": False, "first_ms": 300}
+STUCK = {"match": "stuck", "chunks": ["late"], "end": "stop", "thinking": False, "first_ms": 700}
 BIG = {"match": "big", "chunks": ["x" * 20_000] * 300, "end": "stop", "thinking": False}
 QUICK = {"chunks": ["all ", "done"], "end": "stop", "thinking": False}
 LIMIT_S = 20.0
@@ -41,7 +42,7 @@ Ask = Callable[..., "Client"]
 
 
 def settings(folder: Path, **more: Any) -> Settings:
-    return script_settings(folder, [SLOW, MUTE, BIG, QUICK], context=4096, **more)
+    return script_settings(folder, [SLOW, MUTE, STUCK, BIG, QUICK], context=4096, **more)
 
 
 @pytest.fixture(scope="module")
@@ -203,8 +204,72 @@ def test_health(server: Server) -> None:
     health = json.loads(get_text(server.root + "/healthz"))
     assert health["status"] == "ready"
     assert health["context"] == 4096
+    state = health["scheduler"]
+    counts = ("slots_free", "slots_total", "slabs_free", "slabs_total")
+    counts += ("blocks_free", "blocks_cached", "blocks_total", "queued", "running", "waves")
+    assert all(state[name] >= 0 for name in counts)
+    assert (state["slots_total"], state["running"], state["queued"]) == (2, 0, 0)
+    tiers = {"device", "host", "host_bytes", "disk", "disk_bytes"}
+    assert tiers <= state["cache"].keys()
+    assert (state["last_error"], state["fatal"]) == (None, None)
     assert get_text(server.root + "/").startswith("kslserve ")
     assert get_text(server.root + "/api/hello") == ""
+
+
+class Silent:
+    """An engine that is busy for good: whoever calls it waits for ever."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} of the engine was called")
+
+
+def test_health_is_told_without_the_engine(ask: Ask, tmp_path: Path) -> None:
+    """While a wave hangs: its age grows, and neither health checks nor metrics wait for it."""
+    with serving(settings(tmp_path, max_seqs=1)) as server:
+        service = server.app.state.service
+        assert service is not None
+        first, second = ask(server, "stuck"), ask(server, "hi")
+        until(lambda: server.metric(QUEUED) == 1)
+        engine, scheduler = service.scheduler._engine, service.scheduler
+        server.call(lambda: setattr(scheduler, "_engine", Silent()))
+        ages = []
+        for _ in range(2):
+            health = json.loads(get_text(server.root + "/healthz"))["scheduler"]
+            assert (health["in_flight"], health["running"], health["queued"]) == (True, 1, 1)
+            ages.append(health["wave_age_s"])
+            assert server.metric("engine_busy") == 1
+            time.sleep(0.02)
+        assert 0 < ages[0] < ages[1]
+        server.call(lambda: setattr(scheduler, "_engine", engine))
+        assert text_of(first.rest()) == "late"
+        assert text_of(second.rest()) == "all done"
+
+
+def test_the_last_error_is_told(ask: Ask, tmp_path: Path) -> None:
+    with serving(settings(tmp_path)) as server:
+        engine = server.app.engine
+        assert isinstance(engine, FakeEngine)
+        server.call(lambda: engine.faults.refuse.add(engine.progress().submitted + 1))
+        assert ask(server, "hi", stream=False).response.status == 500
+        health = json.loads(get_text(server.root + "/healthz"))
+        assert health["status"] == "ready"
+        assert "Refused" in health["scheduler"]["last_error"]
+        assert server.metric('scheduler_events_total{kind="admission_failure"}') == 1
+
+
+def test_a_reader_that_takes_nothing_is_closed_and_its_work_ends(ask: Ask, tmp_path: Path) -> None:
+    flood = {**BIG, "match": "flood", "chunks": ["x" * 50_000] * 400, "delay_ms": 5}
+    limits = script_settings(tmp_path, [flood, QUICK], context=4096, write_timeout_s=0.2)
+    with serving(limits) as server:
+        client = ask(server, "flood")
+        client.connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+        client.frame()
+        until(lambda: server.metric("generations_live") == 0)
+        assert server.metric('generations_ended_total{reason="cancelled"}') == 1
+        until(lambda: is_idle(server))
+        with pytest.raises((http.client.HTTPException, ConnectionError)):
+            client.response.read()
+        assert text_of(ask(server, "hi").rest()) == "all done"
 
 
 def test_waiting_too_long_is_a_503(ask: Ask, tmp_path: Path) -> None:

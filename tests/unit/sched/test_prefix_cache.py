@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kslserve import log
 from kslserve.core.usage import FinishReason
 from kslserve.engine.types import OpKind, Wave
+from kslserve.sched.cache.checkpoint import Kind
+from kslserve.sched.cache.diskstore import DiskStore, StateSizes
+from kslserve.sched.cache.disktier import Disk
 from kslserve.sched.cache.saves import CachePolicy
 from kslserve.sched.scheduler import Job
-from tests.world import SIZES, MemoryStore, Recorder, World, alone, job
+from tests.world import SIZES, MemoryStore, Recorder, VirtualDisk, World, alone, job
 
 POLICY = CachePolicy(min_tokens=4, gap=4, interval=1000, disk_min_tokens=4)
 ROOMY = replace(SIZES, slots=8, slabs=30, blocks=200)
@@ -308,6 +314,33 @@ def test_the_disk_budget_holds() -> None:
     assert 3 <= len(store.files) <= 5
     assert w.scheduler.snapshot().cache.disk_bytes <= 5 * file
     assert w.scheduler.snapshot().cache.disk == len(store.files)
+
+
+def test_what_is_not_ours_on_disk_is_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Damaged files and those of other models are not found, not read and not removed."""
+    info = world().engine.info
+    sizes = StateSizes(b"a" * 32, info.slab_bytes, info.block_bytes, info.block_tokens)
+    slab = np.zeros(info.slab_bytes, np.uint8)
+    blocks = [np.zeros(info.block_bytes, np.uint8)] * 4
+    for fingerprint, seeds in ((b"a" * 32, (1, 2)), (b"b" * 32, (3, 4, 5))):
+        there = DiskStore(str(tmp_path), replace(sizes, fingerprint=fingerprint))
+        for seed in seeds:
+            there.write(text(60, seed), Kind.PROMPT, slab, blocks)
+    for number in range(3):
+        (tmp_path / f"junk{number}.kslckpt").write_bytes(b"KSLCKPT1" * number)
+    store = DiskStore(str(tmp_path), sizes)
+    w = world()
+    with caplog.at_level(logging.INFO, log.ROOT):
+        w.scheduler.use_disk(Disk(store, VirtualDisk(w.clock), 1 << 30), store.scan())
+        w.submit(ask(text(60, 3)))
+        w.run(until=0.5)
+    (line,) = [r.getMessage() for r in caplog.records if "disk" in r.getMessage()]
+    assert "found=2 other_models=3 ignored=3" in line
+    assert w.scheduler.snapshot().cache.disk == 2
+    assert w.scheduler.snapshot().cache.reads == 0
+    assert len(list(tmp_path.iterdir())) >= 8
 
 
 @pytest.mark.parametrize("host_bytes", [0, 1 << 20])
