@@ -13,7 +13,7 @@ from kslserve.config import Settings
 from kslserve.core.sampling import SamplingParams
 from kslserve.engine.codecs import encoded_bytes
 from kslserve.engine.fake import FakeEngine
-from kslserve.engine.fingerprint import fingerprint
+from kslserve.engine.fingerprint import fingerprint, head_fingerprint
 from kslserve.engine.model import PoolSizes
 from kslserve.engine.scripted import Script, ScriptedEngine, ScriptedTokenizer
 from kslserve.engine.types import Engine, EngineInfo
@@ -100,7 +100,7 @@ def open_backend(settings: Settings, log_line: Callable[[str], None]) -> Backend
             except GrammarError as error:
                 notes.append(str(error))
         lines = tuple(describe(model, engine.info, served, template.version, notes, drafts))
-        disk = _open_disk(settings, identity, engine.info)
+        disk = _open_disk(settings, identity, head_fingerprint(model.tensors), engine.info)
         scan, turns, kept = None, None, []
         if disk is not None:
             scan = disk.scan()
@@ -206,12 +206,14 @@ def _open_engine(
     )
 
 
-def _open_disk(settings: Settings, identity: str, info: EngineInfo) -> DiskStore | None:
+def _open_disk(
+    settings: Settings, identity: str, head: bytes, info: EngineInfo
+) -> DiskStore | None:
     """The disk tier of the prefix cache, for state of exactly this model and build."""
     if not (settings.prefix_cache and settings.prefix_cache_dir):
         return None
     sizes = StateSizes(
-        bytes.fromhex(identity), info.slab_bytes, info.block_bytes, info.block_tokens
+        bytes.fromhex(identity), info.slab_bytes, info.block_bytes, info.block_tokens, head
     )
     return DiskStore(settings.prefix_cache_dir, sizes)
 

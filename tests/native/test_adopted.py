@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,11 +17,11 @@ from kslserve.core.sampling import SamplingParams
 from kslserve.core.usage import FinishReason
 from kslserve.engine.budget import KV_FORMATS
 from kslserve.engine.model import ModelSpec, PoolSizes, TensorArg
-from kslserve.engine.native import NativeEngine
+from kslserve.engine.native import CPU_LIBRARY, NativeEngine
 from kslserve.engine.types import Done, Draft, Ids, OpKind, RowKind, Wave
 from kslserve.metrics import Metrics
 from kslserve.sched.cache.checkpoint import Checkpoint, Kind
-from kslserve.sched.cache.diskstore import DiskStore, StateSizes
+from kslserve.sched.cache.diskstore import NO_HEAD, DiskStore, StateSizes
 from kslserve.sched.cache.diskthread import DiskThread
 from kslserve.sched.cache.disktier import Disk
 from kslserve.sched.cache.saves import CachePolicy
@@ -42,14 +42,18 @@ HOT = SamplingParams(
 PENALTIES = SamplingParams(temperature=0.0, presence_penalty=1.5, frequency_penalty=1.5)
 DRAFTS = 3
 
-Model = tuple[ModelSpec, list[TensorArg], str]  # with the KV format
+Model = tuple[ModelSpec, list[TensorArg], str, Any]  # with the KV format and the library
 each_sampling = pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "hot"])
+
+
+def model_of(spec: ModelSpec, kv: str, library: Any) -> Model:
+    return spec, tiny_tensors(spec, tiny_arrays(spec, seed=3), "mixed"), kv, library
 
 
 @pytest.fixture(scope="module", params=KV_FORMATS)
 def model(request: pytest.FixtureRequest) -> Model:
     spec = tiny_spec() if request.param in ("f32", "bf16") else wide_spec()
-    return spec, tiny_tensors(spec, tiny_arrays(spec, seed=3), "mixed"), request.param
+    return model_of(spec, request.param, CPU_LIBRARY)
 
 
 class Drafting:
@@ -132,17 +136,18 @@ class Rig:
 async def rig(
     model: Model, policy: CachePolicy | None = POLICY, folder: Path | None = None, seqs: int = 3
 ) -> AsyncIterator[Rig]:
-    spec, tensors, kv = model
-    native = NativeEngine.open(spec, tensors, POOLS, kv_format=kv, threads=1)
-    engine, thread = Drafting(native), DiskThread()
+    spec, tensors, kv, library = model
+    native = NativeEngine.open(spec, tensors, POOLS, kv_format=kv, threads=1, library=library)
+    engine, thread = Drafting(native) if spec.mtp_layers else native, DiskThread()
     scheduler = Scheduler(engine, replace(LIMITS, max_seqs=seqs, cache=policy), Metrics())
     if folder is not None:
         info = native.info
-        sizes = StateSizes(b"f" * 32, info.slab_bytes, info.block_bytes, info.block_tokens)
+        head = b"h" * 32 if spec.mtp_layers else NO_HEAD
+        sizes = StateSizes(b"f" * 32, info.slab_bytes, info.block_bytes, info.block_tokens, head)
         store = DiskStore(str(folder), sizes)
         scheduler.use_disk(Disk(store, thread, 1 << 30), store.scan())
     scheduler.start()
-    yield Rig(engine, scheduler)
+    yield Rig(cast(Drafting, engine), scheduler)
     await scheduler.drain(60)
     scheduler.check()
     await scheduler.flush(60)
@@ -332,6 +337,25 @@ async def test_from_disk_after_a_restart(
         ids = np.concatenate([turn, tokens(9, 1)])
         await cold.expect(warm, ids, sampling, len(turn) - 1)
         assert warm.scheduler.cache.tiers.disk.reads
+
+
+@each_sampling
+async def test_from_files_of_an_engine_with_a_head(
+    model: Model, cold: Cold, sampling: SamplingParams, tmp_path: Path
+) -> None:
+    """One without it has the same trunk, and answers as it does from the beginning."""
+    async with rig(model, folder=tmp_path) as warm:
+        await cold.expect_first(warm, sampling)
+    spec, tensors, *rest = model
+    trunk = [t for t in tensors if not t.name.startswith("mtp.")]
+    plain: Model = (replace(spec, mtp_layers=0), trunk, *rest)
+    ids = branches(64)[0]
+    async with rig(plain, None) as other:
+        expected = await other.run(ids, sampling)
+    async with rig(plain, folder=tmp_path) as other:
+        got = await other.run(ids, sampling)
+        assert other.scheduler.cache.tiers.disk.reads
+    assert (got.cached_tokens, got.ids, got.logprobs) == (64, expected.ids, expected.logprobs)
 
 
 def damage(folder: Path) -> None:

@@ -2,8 +2,10 @@
 
 A file belongs to one fingerprint of computed state. It starts with the token ids, which are
 compared with the wanted ones before anything else of it is used, and carries a checksum of every
-part. Files hold the text of conversations: the folder is for its owner only (0700), files are 0600.
-All functions here block and are called in the disk thread, or before the server is ready.
+part. The keys and values of an MTP head are the last of a block, so an engine without one reads the
+files of one with it: the beginnings of their blocks. Files hold the text of conversations: the
+folder is for its owner only (0700), files are 0600. All functions here block and are called in the
+disk thread, or before the server is ready.
 
     header | tokens int32 [position] | slab | blocks
 """
@@ -19,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,13 +30,29 @@ from kslserve.errors import UsageError
 from kslserve.sched.cache.checkpoint import Kind
 from kslserve.sched.cache.hosttier import Image
 
-MAGIC = b"KSLCKPT1"
-# magic, fingerprint, kind, position, blocks, slab bytes, block bytes, checksums of tokens and state
-HEADER = struct.Struct("<8s32s12sQQQQII")
+MAGIC = b"KSLCKPT2"
+HEADER = struct.Struct("<8s32s32s12sQQQQII")  # the fields of Header
 HEADER_CHECK = struct.Struct("<I")
 HEAD_BYTES = HEADER.size + HEADER_CHECK.size
 SUFFIX = ".kslckpt"
 TEMPORARY = ".part"
+NO_HEAD = bytes(32)  # the fingerprint of the MTP head of an engine that has none
+
+
+class Header(NamedTuple):
+    """How a file begins. fingerprint, head: of the trunk and of the MTP head. The checks are
+    checksums of the tokens and of all images."""
+
+    magic: bytes
+    fingerprint: bytes
+    head: bytes
+    kind: bytes
+    position: int
+    blocks: int
+    slab_bytes: int
+    block_bytes: int
+    tokens_check: int
+    state_check: int
 
 
 class BadFile(Exception):
@@ -42,12 +61,14 @@ class BadFile(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StateSizes:
-    """Bytes of images, and what they are images of. fingerprint: 32 bytes."""
+    """Bytes of images, and what they are images of. fingerprint, head: of the trunk and of the MTP
+    head, 32 bytes each."""
 
     fingerprint: bytes
     slab_bytes: int
     block_bytes: int
     block_tokens: int
+    head: bytes = NO_HEAD
 
 
 @dataclass(slots=True)
@@ -95,20 +116,21 @@ class DiskStore:
 
     def scan(self) -> Scan:
         """Read the heads of all files. Leftovers of writes that were cut short are removed."""
-        found, foreign, bad = [], [], 0
+        found: dict[bytes, Found] = {}
+        foreign, bad = [], 0
         for path in sorted(self.folder.iterdir()):
             try:
                 if path.name.endswith(TEMPORARY):
                     path.unlink()
                 elif path.name.endswith(SUFFIX):
                     entry = self._scan_one(path)
-                    if isinstance(entry, Found):
-                        found.append(entry)
-                    else:
+                    if isinstance(entry, DiskCopy):
                         foreign.append(entry)
+                    elif found.setdefault(entry.tokens.tobytes(), entry) is not entry:
+                        foreign.append(entry.copy)  # the same with or without a head
             except (OSError, BadFile):
                 bad += 1
-        return Scan(found, foreign, bad)
+        return Scan(list(found.values()), foreign, bad)
 
     def write(self, tokens: Ids, kind: Kind, slab: Image, blocks: Sequence[Image]) -> DiskCopy:
         """Publish a checkpoint under a name that follows from its tokens."""
@@ -117,10 +139,10 @@ class DiskStore:
         sizes = self.sizes
         tokens = np.ascontiguousarray(tokens, dtype="<i4")
         check = _checksum(slab, blocks)
-        header = HEADER.pack(
-            MAGIC, sizes.fingerprint, kind.value.encode(), len(tokens), len(blocks),
+        header = HEADER.pack(*Header(
+            MAGIC, sizes.fingerprint, sizes.head, kind.value.encode(), len(tokens), len(blocks),
             sizes.slab_bytes, sizes.block_bytes, zlib.crc32(tokens.data), check,
-        )  # fmt: skip
+        ))  # fmt: skip
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
         try:
             with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
@@ -137,21 +159,24 @@ class DiskStore:
     def read(self, copy: DiskCopy, tokens: Ids) -> tuple[Image, list[Image]]:
         """The images of a checkpoint of exactly these tokens. Raises BadFile or OSError."""
         with self._open(copy.path) as file:
-            fields = self._head(file)
-            if not np.array_equal(self._tokens(file, fields), tokens):
+            header = self._header(file)
+            if not np.array_equal(self._tokens(file, header), tokens):
                 raise BadFile("it is of other tokens")
-            slab = _image(file, self.sizes.slab_bytes)
-            blocks = [_image(file, self.sizes.block_bytes) for _ in range(fields[4])]
-        if _checksum(slab, blocks) != fields[8]:
+            slab = _image(file, header.slab_bytes)
+            blocks = [_image(file, header.block_bytes) for _ in range(header.blocks)]
+        if _checksum(slab, blocks) != header.state_check:
             raise BadFile("its checksum is wrong")
         os.utime(copy.path)
+        own = self.sizes.block_bytes
+        if own < header.block_bytes:
+            blocks = [block[:own].copy() for block in blocks]
         return slab, blocks
 
     def remove(self, copy: DiskCopy) -> None:
         copy.path.unlink(missing_ok=True)
 
     def _name(self, tokens: Ids) -> str:
-        digest = hashlib.sha256(self.sizes.fingerprint)
+        digest = hashlib.sha256(self.sizes.fingerprint + self.sizes.head)
         digest.update(np.ascontiguousarray(tokens, dtype="<i4").data)
         return digest.hexdigest()[:40]
 
@@ -162,48 +187,48 @@ class DiskStore:
             raise BadFile("it is not a file")
         return file
 
-    def _head(
-        self, file: BufferedReader
-    ) -> tuple[bytes, bytes, bytes, int, int, int, int, int, int]:
-        """The header of a whole file, of any fingerprint."""
+    def _header(self, file: BufferedReader) -> Header:
+        """That of a whole file, of any fingerprint."""
         raw = file.read(HEAD_BYTES)
         if len(raw) < HEAD_BYTES or raw[: len(MAGIC)] != MAGIC:
             raise BadFile("it is not a checkpoint")
         if HEADER_CHECK.unpack(raw[HEADER.size :])[0] != zlib.crc32(raw[: HEADER.size]):
             raise BadFile("its header is damaged")
-        fields = HEADER.unpack(raw[: HEADER.size])
-        _, _, _, position, blocks, slab_bytes, block_bytes, _, _ = fields
-        size = HEAD_BYTES + 4 * position + slab_bytes + blocks * block_bytes
-        if os.fstat(file.fileno()).st_size != size:
+        header = Header(*HEADER.unpack(raw[: HEADER.size]))
+        images = header.slab_bytes + header.blocks * header.block_bytes
+        if os.fstat(file.fileno()).st_size != HEAD_BYTES + 4 * header.position + images:
             raise BadFile("its size is wrong")
-        return fields
+        return header
 
-    def _tokens(self, file: BufferedReader, fields: tuple[object, ...]) -> Ids:
+    def _tokens(self, file: BufferedReader, header: Header) -> Ids:
         """The tokens of a file of our own. BadFile where sizes or checksum say that it is not."""
-        _, fingerprint, _, position, blocks, slab_bytes, block_bytes, check, _ = fields
         sizes = self.sizes
-        assert isinstance(position, int)
-        if (fingerprint, slab_bytes, block_bytes, blocks) != (
-            sizes.fingerprint,
-            sizes.slab_bytes,
-            sizes.block_bytes,
-            -(-position // sizes.block_tokens),
-        ):
+        ours = self._ours(header) and header.slab_bytes == sizes.slab_bytes
+        if header.head == sizes.head:
+            ours &= header.block_bytes == sizes.block_bytes
+        else:
+            ours &= header.block_bytes > sizes.block_bytes
+        if not ours or header.blocks != -(-header.position // sizes.block_tokens):
             raise BadFile("it is of another model or build")
-        raw = _image(file, 4 * position)
-        if zlib.crc32(raw.data) != check:
+        raw = _image(file, 4 * header.position)
+        if zlib.crc32(raw.data) != header.tokens_check:
             raise BadFile("its tokens are damaged")
         return raw.view("<i4").astype(np.int32, copy=False)
 
+    def _ours(self, header: Header) -> bool:
+        """Whether it is of our trunk, and of our MTP head where we have one."""
+        sizes = self.sizes
+        return header.fingerprint == sizes.fingerprint and sizes.head in (NO_HEAD, header.head)
+
     def _scan_one(self, path: Path) -> Found | DiskCopy:
         with self._open(path) as file:
-            fields = self._head(file)
+            header = self._header(file)
             entry = os.fstat(file.fileno())
             copy = DiskCopy(path, entry.st_size, entry.st_mtime)
-            if fields[1] != self.sizes.fingerprint:
+            if not self._ours(header):
                 return copy
-            tokens = self._tokens(file, fields)
-            name = fields[2].rstrip(b"\0").decode("ascii", "replace")
+            tokens = self._tokens(file, header)
+            name = header.kind.rstrip(b"\0").decode("ascii", "replace")
             if name not in {kind.value for kind in Kind} or not len(tokens):
                 raise BadFile("its header makes no sense")
             return Found(copy, Kind(name), tokens)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kslserve.engine.fingerprint import WHOLE_BYTES, fingerprint
+from kslserve.engine.fingerprint import WHOLE_BYTES, fingerprint, head_fingerprint
 from kslserve.engine.model import Fill, ModelSpec, TensorArg
 from kslserve.engine.types import EngineInfo
 
@@ -56,3 +56,16 @@ def test_any_difference_shows(change: str) -> None:
     else:
         changed[1] = replace(changed[1], encoding=1)
     assert fingerprint(spec, changed, info) != fingerprint(SPEC, tensors(), INFO)
+
+
+def test_the_head_has_one_of_its_own() -> None:
+    plain, head = tensors(), TensorArg("mtp.fc.weight", 0, 4, 2, data=np.ones((4, 2), np.float32))
+    whole = [*plain, head]
+    spec = replace(SPEC, mtp_layers=1)
+    assert fingerprint(spec, whole, replace(INFO, has_mtp=True)) == fingerprint(SPEC, plain, INFO)
+    assert head_fingerprint(plain) == bytes(32)
+    found = head_fingerprint(whole)
+    assert len(found) == 32
+    assert found != bytes(32)
+    other = replace(head, data=np.zeros((4, 2), np.float32))
+    assert head_fingerprint([*plain, other]) != found

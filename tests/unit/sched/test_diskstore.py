@@ -92,6 +92,31 @@ def test_other_models_are_refused(tmp_path: Path, sizes: StateSizes) -> None:
     assert copy.path.exists()
 
 
+def test_an_engine_without_a_head_reads_files_of_one_with_it(tmp_path: Path) -> None:
+    """The other way round there is nothing to read. Where both are there, one is another's."""
+    with_head = replace(SIZES, head=b"h" * 32)
+    copy = written(tmp_path, sizes=with_head)
+    plain = DiskStore(str(tmp_path), replace(SIZES, block_bytes=20))
+    (found,) = plain.scan().found
+    assert np.array_equal(found.tokens, TOKENS)
+    slab, blocks = plain.read(found.copy, TOKENS)
+    expected = images()
+    assert np.array_equal(slab, expected[0])
+    assert all(np.array_equal(a, b[:20]) for a, b in zip(blocks, expected[1], strict=True))
+    assert all(block.base is None for block in blocks), "what is not needed is not kept"
+    short = [block[:20].copy() for block in expected[1]]
+    own = plain.write(TOKENS, Kind.STABLE, expected[0], short)
+    assert own.path != copy.path
+    scan = plain.scan()
+    assert (len(scan.found), len(scan.foreign), scan.bad) == (1, 1, 0)
+    for sizes in (with_head, replace(SIZES, head=b"i" * 32)):
+        scan = DiskStore(str(tmp_path), sizes).scan()
+        assert [f.copy.path for f in scan.found] == ([copy.path] if sizes is with_head else [])
+        assert (len(scan.found) + len(scan.foreign), scan.bad) == (2, 0)
+        with pytest.raises(BadFile):
+            DiskStore(str(tmp_path), sizes).read(own, TOKENS)
+
+
 def test_every_damaged_byte_is_seen(tmp_path: Path) -> None:
     copy = written(tmp_path)
     store = DiskStore(str(tmp_path), SIZES)
