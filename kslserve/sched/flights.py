@@ -66,7 +66,7 @@ class Flights:
                 roster.admit()
             if not roster.running and not tiers.ready:
                 return
-            if tiers.ready or not outgoing.steady or outgoing.draft():
+            if tiers.ready or not (outgoing.steady and outgoing.again()):
                 decoding = any(not sequence.prompt_left for sequence in roster.running)
                 chunk = self._cost.chunk if decoding else self._cost.alone
                 budget = Budget(self._columns, chunk)
@@ -98,7 +98,7 @@ class Flights:
         outgoing, roster = self._outgoing, self._roster
         if not outgoing.steady or (roster.due and roster.queue):
             return
-        if outgoing.drafting:
+        if outgoing.may_draft:
             return  # what it drafts depends on what the wave in flight samples
         if roster.guided or self._cache.tiers.active is not None:
             return  # the next mask, or the next copy, is the host's to give

@@ -2,7 +2,7 @@
 
 One Wave object serves for all waves, since engines copy what they are given. While the same
 sequences just decode on (`steady`), even its row list stands: each row moved when its result was
-applied."""
+applied, and is only given drafts, or its next block."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from kslserve.sched.spec.speculator import Speculator
 class Outgoing:
     """id: of the last wave that was sent. sequences: of the rows, in their order; newcomers: those
     that it sets up. columns: of the rows; prompt: those of prompts. steady: the rows stand; whoever
-    changes who runs resets it. moves: the wave also copies between device and host."""
+    changes who runs resets it. short: one of them needs its next block. drafting: some of them have
+    drafts or make some. moves: the wave also copies between device and host."""
 
     __slots__ = (
-        "_edited", "_masked", "_planned", "cache", "columns", "id", "memory", "moves", "newcomers",
-        "prompt", "sequences", "speculator", "steady", "wave",
+        "_aimed", "_edited", "_masked", "_planned", "cache", "columns", "drafting", "id", "memory",
+        "moves", "newcomers", "prompt", "sequences", "short", "speculator", "steady", "wave",
     )  # fmt: skip
 
     def __init__(
@@ -42,10 +43,13 @@ class Outgoing:
         self.columns = 0
         self.prompt = 0
         self.steady = False
+        self.short = False
+        self.drafting = False
         self.moves = False
         self._edited: list[tuple[Sequence, int]] = []
         self._masked: list[tuple[Sequence, int]] = []
         self._planned = False  # since the last wave that was sent
+        self._aimed = False  # the same, of rows that stand
 
     def plan(self, running: Items[Sequence], budget: Budget, one_newcomer: bool = False) -> None:
         """Choose rows, and set up the sequences that no wave has seen, or only the first of
@@ -69,10 +73,10 @@ class Outgoing:
             running = self._load(running)
         left = [s.prompt_left for s in running]
         grants = share(left, [s.last_wave for s in running], budget)
-        drafting = False
+        self.drafting = self.short = self._aimed = False
         if self.speculator is not None:
             room = budget.columns - sum(grants)
-            drafting = self.speculator.plan(running, grants, left, room, self.id + 1)
+            self.drafting = self.speculator.plan(running, grants, left, room, self.id + 1)
         self.columns = self.prompt = 0
         for sequence, n, remaining in zip(running, grants, left, strict=True):
             n = self._aim(sequence, n, remaining)
@@ -88,7 +92,7 @@ class Outgoing:
                 self._mask(sequence, sequence.job.guide)
         for sequence in running:
             self._edit(sequence)
-        all_decode = not self.prompt and not drafting and len(wave.rows) == everybody
+        all_decode = not self.prompt and len(wave.rows) == everybody
         self.steady = all_decode and len(self.newcomers) == len(waiting)
 
     def _aim(self, sequence: Sequence, n: int, left: int) -> int:
@@ -112,18 +116,31 @@ class Outgoing:
                 n += len(drafter.lanes)
         return n
 
-    def draft(self) -> bool:
-        """Whether the rows that stand are to be planned anew, since some of them could draft."""
+    def again(self) -> bool:
+        """Aim the rows that stand once more; False where the wave is to be planned anew."""
         speculator, wave = self.speculator, self.id + 1
-        if speculator is None or wave < speculator.nap_until:
-            return False
-        return speculator.wants(self.sequences, wave)
+        drafting = False
+        if speculator is not None and wave >= speculator.nap_until:
+            drafting = speculator.draft(self.sequences, wave)
+        if drafting or self.drafting or self.short:
+            self.drafting, self.short = drafting, False
+            self._aimed = True
+            self.columns = 0
+            for sequence in self.sequences:
+                n = self._aim(sequence, 1, 0)
+                if n <= 0:
+                    return False
+                self.columns += n
+                self._edit(sequence)
+        return True
 
     @property
-    def drafting(self) -> bool:
+    def may_draft(self) -> bool:
         """Some of the rows may draft in the next wave."""
         speculator = self.speculator
-        return speculator is not None and speculator.awake(self.sequences, self.id + 1)
+        if speculator is None:
+            return False
+        return self.drafting or speculator.awake(self.sequences, self.id + 1)
 
     @property
     def empty(self) -> bool:
@@ -134,7 +151,7 @@ class Outgoing:
     def next(self) -> Wave:
         """The planned wave under the next id, or the last one again where its rows stand."""
         self.wave.id = self.id + 1
-        self.wave.same_rows = not self._planned
+        self.wave.same_rows = not (self._planned or self._aimed)
         return self.wave
 
     def sent(self) -> None:
@@ -143,6 +160,9 @@ class Outgoing:
         for sequence in self.sequences:
             sequence.in_flight += 1
             sequence.last_wave = wave_id
+        if self._aimed:
+            self._aimed = False
+            self._sent_edits()
         if not self._planned:
             return  # the same rows as last time
         self._planned = False
@@ -162,12 +182,15 @@ class Outgoing:
         for sequence, version in self._masked:
             sequence.masked = version
         self._masked.clear()
+        self._sent_edits()
+        self.wave.before, self.wave.after = [], []
+        self.cache.sent()
+
+    def _sent_edits(self) -> None:
         if self._edited:
             for sequence, entries in self._edited:
                 sequence.tabled = entries
-            self._edited = []
-        self.wave.before, self.wave.after, self.wave.edits = [], [], []
-        self.cache.sent()
+            self._edited, self.wave.edits = [], []
 
     def _load(self, running: Items[Sequence]) -> Items[Sequence]:
         """Copy state from the host, behind the rows, for newcomers that start from it; who can have

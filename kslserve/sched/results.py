@@ -15,7 +15,7 @@ from kslserve.sched.roster import Roster
 from kslserve.sched.sequence import Sequence, State
 from kslserve.sched.spec.speculator import Speculator
 
-GLANCE_EVERY = 16  # waves of which one is timed while nothing is drafted
+GLANCE_EVERY = 32  # waves of which one is timed while nothing is drafted
 
 
 class Results:
@@ -79,7 +79,7 @@ class Results:
             sequence.fed[0] = token
             sequence.row.start = position
             if position >= sequence.room:
-                outgoing.steady = False  # it needs its next block
+                outgoing.short = True  # of its next block
         self._measure(done, 0, counted, len(sampled), len(sampled))
 
     def _last_token(self, sequence: Sequence, token: int) -> None:
@@ -144,7 +144,7 @@ class Results:
             if guide is None or not self._guide(sequence, guide, result):
                 sequence.aim_decode(tokens[-1])
                 if result.position >= sequence.room:
-                    self._outgoing.steady = False  # it needs its next block
+                    self._outgoing.short = True  # of its next block
         if tokens or result.logprobs:
             # With what its guide forced.
             self._roster.outbox.spoken.append((sequence, result.tokens, result.logprobs))

@@ -80,7 +80,7 @@ class Scheduler:
         cost = WaveCost(limits.wave_target_ms, limits.decode_gap_ms, most)
         speculator = None
         if limits.spec is not None:
-            speculator = Speculator(limits.spec, info, cost, metrics)
+            speculator = Speculator(limits.spec, info, cost, metrics, clock)
         outgoing = self._outgoing = Outgoing(memory, cache, speculator)
         self._deadlines = Deadlines(
             limits.queue_timeout_s, limits.request_timeout_s, self._turn, self._call_later

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from kslserve.engine.fakemodel import HashModel, Slot, Timeline
 from kslserve.engine.types import RowKind, Wave
 from kslserve.sched.cache.saves import CachePolicy
 from kslserve.sched.scheduler import Job
-from kslserve.sched.spec.cost import RowCosts
+from kslserve.sched.spec.cost import PACE_MIN, PLAIN_FIRST
 from kslserve.sched.spec.drafter import DraftStats
 from kslserve.sched.spec.policy import SpecPolicy
 from tests.world import SIZES, Recorder, World, job
@@ -165,30 +164,29 @@ def test_a_repetitive_text_takes_few_waves() -> None:
 
 
 def test_a_text_that_cannot_be_foreseen_is_left_alone() -> None:
-    """Hardly a wave is planned, or looked at, for the sake of drafts."""
+    """No wave is planned for the sake of drafts, or of new blocks, and few are looked at."""
     world = world_of(SpecPolicy(mtp=False), HashModel(512))
     speculator = world.scheduler._outgoing.speculator
     assert speculator is not None
     looks = plans = 0
-    costs_of, plan = speculator.costs.of, speculator.plan
+    draft, plan = speculator.draft, speculator.plan
 
-    def look(rows: int) -> RowCosts:
+    def look(*arguments: Any) -> bool:
         nonlocal looks
         looks += 1
-        return costs_of(rows)
+        return draft(*arguments)
 
     def spy(*arguments: Any) -> bool:
         nonlocal plans
         plans += 1
         return plan(*arguments)
 
-    speculator.costs = SimpleNamespace(of=look, draft_ms=speculator.costs.draft_ms)  # type: ignore
-    speculator.plan = spy  # type: ignore[method-assign]
+    speculator.draft, speculator.plan = look, spy  # type: ignore[method-assign]
     got = world.submit(job(5, 220))
     world.run()
     assert len(got.batches) == 220
-    assert plans <= 220 // SIZES.block_tokens + 3  # new blocks are planned, too
-    assert looks < 120
+    assert plans == 2  # the prompt's wave, and the first one behind it
+    assert looks <= PLAIN_FIRST + 4 + 220 // PACE_MIN
 
 
 def test_drafts_resume_where_a_text_begins_to_repeat_itself() -> None:

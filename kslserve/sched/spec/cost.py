@@ -23,6 +23,10 @@ HOPE = 0.2  # part by which what was not measured so often is taken lower than i
 STALE = 256  # waves after which a figure is forgotten; that of plain waves never is
 GUESS = 0.25  # of the time of a plain wave: what each further column is thought to cost at first
 FRESH = 16  # waves for which a table of the figures serves, once they are sure
+# Part of the time that looks for drafts may take where they find nothing; the waves between two of
+# them that follow from it, at least and at most.
+LOOKS = 1 / 400
+PACE_MIN, PACE_MAX = 4, 64
 
 
 class _Figure:
@@ -171,19 +175,30 @@ class RowCosts:
 
 
 class WaveCosts:
-    """Of every number of rows. draft_ms: of one step of MTP drafts, by how many rows take it."""
+    """Of every number of rows. pace: plain waves that are to lie between two looks for drafts."""
 
-    __slots__ = ("_drafts", "_rows")
+    __slots__ = ("_drafts", "_look", "_rows", "pace")
 
     def __init__(self) -> None:
         self._rows: dict[int, RowCosts] = {}
-        self._drafts: dict[int, _Figure] = {}
+        self._drafts: dict[int, _Figure] = {}  # of one step, by how many rows take it
+        self._look: _Figure | None = None  # the part of a plain wave that a look takes
+        self.pace = PACE_MIN
 
     def of(self, rows: int) -> RowCosts:
         found = self._rows.get(rows)
         if found is None:
             found = self._rows[rows] = RowCosts(rows)
         return found
+
+    def looked(self, ms: float, plain_ms: float) -> None:
+        """A look that found nothing took `ms`, beside plain waves of that time."""
+        part = ms / plain_ms
+        if self._look is None:
+            self._look = _Figure(part)
+        else:
+            self._look.observe(part)
+        self.pace = int(min(max(self._look.ms / LOOKS, PACE_MIN), PACE_MAX))
 
     def drafted(self, rows: int, steps: int, ms: float) -> None:
         """A round of MTP drafts of `steps` steps took `ms`."""

@@ -27,10 +27,12 @@ from kslserve.sched.spec.patience import Account, Patience, Trial
 STRONG_LENGTH, STRONG = 12, 0.8  # a match that makes MTP drafts superfluous
 CATCH_UP = 1 + DRAFT_MAX  # more tokens than a wave samples say nothing of predictions
 DEEPER_EVERY = 16  # rounds after which a chain is tried one draft deeper
-IDLE_MAX = 2  # waves without drafts after which only some waves are looked at
 ASLEEP_MAX = 64  # most waves between two looks
-ASLEEP_SHORT = 4  # the same where the text repeats itself, or did before
-GAINED = 8  # accepted drafts that say so
+# Those after the first look without prospects, and how much longer each sleep is than the one
+# before; where the text repeats itself, or did before, which GAINED accepted drafts say, it is only
+# twice as long.
+ASLEEP_FIRST, LONGER = 8, 8
+LONGER_GAINED, GAINED = 2, 8
 AGAIN = 32  # waves after which a chain that did not pay is weighed again
 MADE_RATE = 1 / 8  # weight of one round in the part of rounds that gave a draft
 
@@ -56,15 +58,15 @@ class DraftStats:
 
 class Drafter:
     """index: None until the first token was sampled, or without n-gram drafts. chain: averages of
-    MTP drafts, None without them. held: MTP drafts for the next positions. tokens, survival: the
-    offered chain; own: how many at its beginning are MTP's. lanes: those of it that the next row
-    verifies; propose: MTP drafts to make after it. asleep_until: the wave at which it is looked at
-    again, since nothing was worth drafting for long and looking costs time."""
+    MTP drafts, None without them. held: MTP drafts for the next positions. survival: the offered
+    chain; own: how many at its beginning are MTP's. lanes: those of it that the next row verifies;
+    propose: MTP drafts to make after it. asleep_until: the wave at which it is looked at again,
+    since nothing was worth drafting and looking costs time."""
 
     __slots__ = (
-        "_account", "_deeper", "_idle", "_made", "_patience", "_trial", "_wait_until",
-        "asleep_until", "chain", "held", "index", "ladder", "lanes", "matches", "own", "propose",
-        "stats", "survival", "tokens",
+        "_account", "_asleep", "_deeper", "_made", "_offered", "_patience", "_trial",
+        "_wait_until", "asleep_until", "chain", "held", "index", "ladder", "lanes", "matches",
+        "own", "propose", "stats", "survival",
     )  # fmt: skip
 
     def __init__(
@@ -76,7 +78,6 @@ class Drafter:
         self.stats = DraftStats(events=self.ladder.events)
         self.index: SuffixIndex | None = None
         self.held: list[int] = []
-        self.tokens: list[int] = []
         self.survival: list[float] = []
         self.own = 0
         self.lanes: list[int] = []
@@ -85,8 +86,9 @@ class Drafter:
         self._account = Account(patience)
         self._trial = Trial()
         self._made = 1.0  # how many of the wanted chains were not cut off at once
+        self._offered: list[int] = []  # the chain, where it begins with MTP's drafts
         self._deeper = 0
-        self._idle = 0
+        self._asleep = ASLEEP_FIRST  # waves to sleep after the next look in vain
         self._wait_until = 0
         self.asleep_until = 0
 
@@ -127,26 +129,25 @@ class Drafter:
         if hits < len(new):
             matches.note(match_class(length + hits), False)
 
-    def matched(self, least: float) -> bool:
-        """Whether the index predicts something, with at least that probability."""
-        index, matches = self.index, self.matches
-        if index is None or matches is None or not index.at or self.held:
-            return False
-        return matches.values[match_class(index.length)] >= least
-
-    def trying(self, wave: int) -> bool:
-        """MTP drafts are at hand, or are to be made to see what they are worth."""
+    def promises(self, least: float, least_own: float, wave: int) -> bool:
+        """Whether it is worth while to weigh its drafts: MTP's are at hand, or are to be made to
+        see what they are worth, or the first one that the index predicts, or MTP would make, comes
+        true with at least that probability."""
         if self.held:
             return True
-        due = self._trial.running or wave >= self._patience.trial_at
-        return due and self.chain is not None
-
-    def hopeful(self, least: float, wave: int) -> bool:
-        """Whether it is worth while to weigh MTP drafts, the first of which must come true with at
-        least that probability."""
-        if self.chain is None or wave < self._wait_until:
+        index, matches, chain = self.index, self.matches, self.chain
+        if (
+            index is not None
+            and matches is not None
+            and index.at
+            and matches.values[match_class(index.length)] >= least
+        ):
+            return True
+        if chain is None:
             return False
-        return self._made * self.chain.values[0] >= least
+        if self._trial.running or wave >= self._patience.trial_at:
+            return True
+        return wave >= self._wait_until and self._made * chain.values[0] >= least_own
 
     def wait(self, wave: int) -> None:
         """MTP drafts did not pay in this wave: they are not weighed again at once."""
@@ -155,7 +156,7 @@ class Drafter:
     def offer(self, most: int, least: float = LEAST) -> None:
         """Set the best chain of at most `most` drafts: what MTP drafted and what the index adds to
         it, or the index alone. least: probability below which nothing is offered."""
-        self.tokens, self.survival, self.own = [], [], 0
+        self.survival, self.own = [], 0
         most = min(most, self.ladder.depth)
         if most <= 0:
             return
@@ -165,9 +166,9 @@ class Drafter:
             copied = suffix_survival(matches, index.length, most, least)
         if self.held and chain is not None:
             self._offer_own(chain, most, least)
-        if copied and sum(copied) > sum(self.survival):
-            assert index is not None
-            self.tokens, self.survival, self.own = index.draft(len(copied)), copied, 0
+            if sum(copied) <= sum(self.survival):
+                return
+        self.survival, self.own = copied, 0
 
     def _offer_own(self, chain: Averages, most: int, least: float) -> None:
         survival = chain_survival(chain, min(len(self.held), most), least)
@@ -179,7 +180,7 @@ class Drafter:
             if more:
                 survival += suffix_survival(matches, length, len(more), least, survival[-1])
         self.survival = survival
-        self.tokens = (held + more)[: len(survival)]
+        self._offered = (held + more)[: len(survival)]
         self.own = len(held)
 
     def chances(self, most: int) -> list[float]:
@@ -198,8 +199,13 @@ class Drafter:
     def aim(self, lanes: int, depth: int, most: int, wave: int) -> None:
         """Verify so many of the offered drafts in this wave, then make `depth` MTP drafts; at times
         more, at most `most`, to see whether that would pay."""
-        self.lanes = self.tokens[:lanes]
-        self.own = min(self.own, lanes)
+        if not lanes:
+            self.lanes, self.own = [], 0
+        elif self.own:
+            self.lanes, self.own = self._offered[:lanes], min(self.own, lanes)
+        else:
+            assert self.index is not None
+            self.lanes = self.index.draft(lanes)
         most = max(0, min(most, self.ladder.depth))
         self.propose = depth = min(depth, most)
         trial = self._trial
@@ -227,18 +233,16 @@ class Drafter:
             self.asleep_until = wave + pause
             self.held = []
 
-    def doze(self, wave: int) -> None:
-        """It was looked at before this wave: after some waves without drafts, sleep for longer and
-        longer."""
+    def doze(self, wave: int, pace: int) -> None:
+        """It was looked at before this wave: without drafts, sleep for longer and longer, up to
+        `pace` waves. Sequences that began together wake together."""
         if self.lanes or self.propose or self.held:
-            self._idle = 0
+            self._asleep = 1
             return
-        self._idle += 1
+        self.asleep_until = wave + 1 + min(self._asleep, pace)
         index = self.index
-        if self._idle >= IDLE_MAX:
-            gained = self.stats.accepted >= GAINED or (index is not None and index.length >= LONG)
-            waves = min(4 ** min(self._idle - IDLE_MAX, 9), ASLEEP_SHORT if gained else ASLEEP_MAX)
-            self.asleep_until = wave + 1 + waves
+        gained = self.stats.accepted >= GAINED or (index is not None and index.length >= LONG)
+        self._asleep = min(self._asleep * (LONGER_GAINED if gained else LONGER), ASLEEP_MAX)
 
     def fit(self, room: int, samples: bool) -> None:
         """There are blocks for so many positions beyond those of the plain row, which samples or

@@ -20,8 +20,8 @@ from kslserve.sched.spec.acceptance import (
     Averages,
 )
 from kslserve.sched.spec.charge import charge, drafts_took
+from kslserve.sched.spec.choice import Candidate, Choice
 from kslserve.sched.spec.cost import WaveCosts
-from kslserve.sched.spec.depth import GAIN, TRUST, TRUST_CHAIN, choose_depths, choose_lanes
 from kslserve.sched.spec.drafter import ASLEEP_MAX, Drafter
 from kslserve.sched.spec.oracle import Oracle
 from kslserve.sched.spec.patience import Patience
@@ -29,27 +29,32 @@ from kslserve.sched.spec.policy import SpecPolicy
 
 _log = log.get("spec")
 IDLE_MS = 5.0  # a wave that came so long after the one before was not waited for
-LANES_MAX = 60  # most drafts of a wave; more never pay, and choosing takes time
 
 
 class Speculator:
-    """mixed: times of waves with prompts."""
+    """mixed: times of waves with prompts. clock: seconds."""
 
     def __init__(
-        self, policy: SpecPolicy, info: EngineInfo, mixed: WaveCost, metrics: Metrics
+        self,
+        policy: SpecPolicy,
+        info: EngineInfo,
+        mixed: WaveCost,
+        metrics: Metrics,
+        clock: Callable[[], float],
     ) -> None:
         self.policy = policy
         self.costs = WaveCosts()
-        self._mixed = mixed
+        self._clock = clock
+        self._columns = info.wave_columns
         mtp = policy.mtp and info.has_mtp
         self._matches = Averages(MATCH_PRIOR) if policy.ngram else None
         self._chain = Averages(DEPTH_PRIOR, DEPTH_WEIGHT) if mtp else None
         self._lanes = min(policy.lanes, DRAFT_MAX)
-        self._depth = min(policy.depth, self._lanes)
+        self._choice = Choice(self.costs, mixed, self._lanes, policy.depth if mtp else 0)
         self._patience = Patience()
         self.nap_until = 0  # id of the wave before which all drafters sleep
-        self._wave = 0  # the one that was planned, or looked at, last
-        self._planned = 0  # and the last one that was planned
+        self._wave = 0  # the one that was looked at last
+        self._looked = 0  # the same but for waves that had to be plain
         self._drafts = metrics.labelled(
             "drafts_total", "Drafts that were verified, and those of them accepted", "kind"
         )
@@ -70,52 +75,39 @@ class Speculator:
 
     # ------------------------------------------------------------ before a wave
 
-    def wants(self, sequences: Items[Sequence], wave: int) -> bool:
-        """Whether a wave in which all these just decode is worth a plan with drafts. Most waves are
-        not, and looking is all that they cost. wave: its id."""
+    def draft(self, sequences: Items[Sequence], wave: int) -> bool:
+        """Aim the drafters of sequences that all just decode, in rows that stand; whether any of
+        them drafts. Most looks find nothing, and they are far between where they take a part of
+        the time that counts. wave: the next one."""
+        begun = self._clock()
         self._wave = wave
         rows = len(sequences)
         costs = self.costs.of(rows)
-        if self.policy.always:
-            return self.awake(sequences, wave)
-        if costs.plain_due:
-            return False
-        times, least = costs.table(self._most(rows), GAIN)
-        # Tokens that the first draft of the index, and of MTP, must promise.
-        step_ms = self.costs.draft_ms(rows, times[rows])
-        least_own = (least + GAIN * step_ms / times[rows]) / TRUST_CHAIN
-        least /= TRUST
-        found = False
-        matched: list[tuple[Sequence, Drafter, bool]] = []
-        chained: list[tuple[Sequence, Drafter, bool]] = []
+        due = costs.plain_due and not self.policy.always
+        drafting: list[Candidate] = []
         for sequence in sequences:
             drafter = sequence.drafter
-            if drafter is not None and drafter.live and drafter.asleep_until <= wave:
-                drafter.read(sequence)
-                if drafter.matched(least):
-                    matched.append((sequence, drafter, True))
-                elif drafter.trying(wave):
-                    found = True
-                elif drafter.hopeful(least_own, wave):
-                    chained.append((sequence, drafter, True))
-                else:
-                    drafter.doze(wave)
-        # What one of them promises at first is rarely what all that it promises is worth.
-        ms = times.__getitem__
-        if not found and matched:
-            found = any(self._choose_lanes(matched, ms, rows, self._most(rows)))
-        if not found and chained:
-            found = any(self._choose_depths(chained, ms, rows) or ())
-            if not found:
-                for _, drafter, _ in chained:
-                    drafter.wait(wave)
-        if found:
+            if drafter is not None:
+                drafter.rest()
+                if not due and drafter.live and drafter.asleep_until <= wave:
+                    drafter.read(sequence)
+                    drafting.append((sequence, drafter, True))
+        if due:
             self.nap_until = 0
-            return True
-        for _, drafter, _ in (*matched, *chained):
-            drafter.doze(wave)
-        live = [s.drafter for s in sequences if s.drafter is not None and s.drafter.live]
-        self.nap_until = min((d.asleep_until for d in live), default=wave + ASLEEP_MAX)
+            return False
+        self._looked = wave
+        if self.policy.always:
+            self._choice.always(drafting, self._columns - rows, wave)
+            return self._settled(sequences, drafting)
+        least, least_own = self._choice.least(rows)
+        for _, drafter, _ in drafting:
+            if drafter.promises(least, least_own, wave):
+                self._choice.aim(drafting, rows, 0, self._columns - rows, wave)
+                return self._settled(sequences, drafting)
+        for _, drafter, _ in drafting:
+            drafter.doze(wave, self.costs.pace)
+        self._nap(sequences)
+        self.costs.looked(1e3 * (self._clock() - begun), costs.ms(rows))
         return False
 
     def awake(self, sequences: Items[Sequence], wave: int) -> bool:
@@ -128,14 +120,13 @@ class Speculator:
     def plan(
         self, running: Items[Sequence], grants: Items[int], left: Items[int], room: int, wave: int
     ) -> bool:
-        """Aim the drafters of those that will sample in the next wave; whether any of them drafts.
+        """The same for any wave: aims those that will sample in it.
 
         grants: columns by sequence; left: prompt positions to compute, 0 for a decoding one. room:
         further columns that the wave can have."""
-        self._wave = self._planned = wave
-        self.nap_until = 0
+        self._wave = self._looked = wave
         rows = prompt = 0
-        drafting: list[tuple[Sequence, Drafter, bool]] = []
+        drafting: list[Candidate] = []
         for sequence, n, remaining in zip(running, grants, left, strict=True):
             if not n:
                 continue
@@ -146,94 +137,29 @@ class Speculator:
             drafter = sequence.drafter
             if drafter is not None:
                 drafter.rest()
-                if drafter.live and drafter.asleep_until <= self._wave and n >= remaining:
+                if drafter.live and drafter.asleep_until <= wave and n >= remaining:
                     drafter.read(sequence)
                     drafting.append((sequence, drafter, not remaining))
-        if not drafting:
-            return False
-        if self.policy.always:
-            self._plan_always(drafting, room)
-            return any(drafter.engaged for _, drafter, _ in drafting)
-        finishing = sum(not decodes for _, _, decodes in drafting)
-        ms = self._time_of(rows, prompt)
-        lanes = self._choose_lanes(drafting, ms, rows, room)
-        # They are for the wave after this one, in which the prompts that end here decode too.
-        after = self._time_of(rows + finishing, 0) if prompt else ms
-        depths = self._choose_depths(drafting, after, rows + finishing)
-        for (sequence, drafter, _), n, depth in zip(drafting, lanes, depths or lanes, strict=True):
-            if depths is None:  # nothing to weigh them by
-                drafter.aim(n, 0, 0, wave)
-                continue
-            drafter.aim(n, depth, min(self._depth, _output_left(sequence) - 2 - n), wave)
-            drafter.doze(wave)
-        return any(drafter.engaged for _, drafter, _ in drafting)
+        if drafting and self.policy.always:
+            self._choice.always(drafting, room, wave)
+        elif drafting:
+            self._choice.aim(drafting, rows, prompt, room, wave)
+        return self._settled(running, drafting)
 
-    def _choose_lanes(
-        self,
-        drafting: Items[tuple[Sequence, Drafter, bool]],
-        ms: Callable[[int], float] | None,
-        rows: int,
-        room: int,
-    ) -> list[int]:
-        if ms is None:
-            for _, drafter, _ in drafting:
-                drafter.offer(0)
-            return [0] * len(drafting)
-        survival: list[list[float]] = []
-        for sequence, drafter, decodes in drafting:
-            # A round gives one token more than it accepts drafts.
-            drafter.offer(min(self._lanes, _output_left(sequence) - 1) if decodes else 0)
-            survival.append(drafter.survival)
-        if not any(survival):
-            return [0] * len(drafting)
-        return choose_lanes(survival, ms, rows, min(room, self._most(rows)))
+    def _settled(self, sequences: Items[Sequence], drafting: Items[Candidate]) -> bool:
+        """Whether any of the drafters that were aimed drafts; where none does, all may sleep."""
+        for _, drafter, _ in drafting:
+            if drafter.engaged:
+                self.nap_until = 0
+                return True
+        self._nap(sequences)
+        return False
 
-    def _choose_depths(
-        self,
-        drafting: Items[tuple[Sequence, Drafter, bool]],
-        ms: Callable[[int], float] | None,
-        rows: int,
-    ) -> list[int] | None:
-        if ms is None:
-            return None
-        if self._chain is None:
-            return [0] * len(drafting)
-        chances = [
-            drafter.chances(min(self._depth, _output_left(sequence) - 2))
-            for sequence, drafter, _ in drafting
-        ]
-        if not any(chances):
-            return [0] * len(drafting)
-        plain = ms(rows)
-        return choose_depths(
-            chances, ms, lambda n: self.costs.draft_ms(n, plain), rows, self._most(rows)
-        )
-
-    def _plan_always(self, drafting: Items[tuple[Sequence, Drafter, bool]], room: int) -> None:
-        for sequence, drafter, decodes in drafting:
-            left = _output_left(sequence)
-            drafter.offer(min(self._lanes, left - 1, room) if decodes else 0, least=0.0)
-            n = len(drafter.tokens)
-            room -= n
-            most = max(0, min(self._depth, left - 2 - n))
-            drafter.aim(n, most if self._chain is not None else 0, most, self._wave)
-
-    def _time_of(self, rows: int, prompt: int) -> Callable[[int], float] | None:
-        """Expected time of a wave by its decode columns; None where there is nothing to go by, or
-        where it is time to see how long a plain one takes."""
-        if prompt:
-            base, slope = self._mixed.line()
-            if base + slope <= 0.0:
-                return None
-            return lambda columns: base + slope * (prompt + columns)
-        costs = self.costs.of(rows)
-        if costs.plain_due:
-            return None
-        return costs.table(self._most(rows), GAIN)[0].__getitem__
-
-    def _most(self, rows: int) -> int:
-        """Drafts that a wave may have beside so many rows."""
-        return min(rows * self._lanes, LANES_MAX)
+    def _nap(self, sequences: Items[Sequence]) -> None:
+        """Nobody is looked at before the first of them wakes."""
+        live = (s.drafter for s in sequences if s.drafter is not None and s.drafter.live)
+        wakes = [drafter.asleep_until for drafter in live]
+        self.nap_until = min(wakes, default=self._wave + ASLEEP_MAX)
 
     # ------------------------------------------------------------ after a wave
 
@@ -269,12 +195,13 @@ class Speculator:
                 charge(costs, done, sequences, columns, ms, self._wave)
             if columns > rows:
                 costs.observe(columns, ms)
-        elif done.wave < self.nap_until:
-            costs.glance(ms)
-        elif done.wave > self._planned + 1:
-            # One behind a wave with drafts, or that was planned in vain, is not what plain decode
-            # would take.
-            costs.observe(columns, ms)
+        elif done.wave > self._looked + 1:
+            # One with a look in front, or behind a wave with drafts, is not what plain decode would
+            # take.
+            if done.wave < self.nap_until:
+                costs.glance(ms)
+            else:
+                costs.observe(columns, ms)
 
     def refused(self, sequences: Iterable[Sequence]) -> bool:
         """The engine refused a wave. True if there were drafts in it: then they may be the fault,
@@ -293,7 +220,3 @@ class Speculator:
         rounds, depth, why = drafter.ladder.events[-1]
         self._events["step_down" if depth else "plain"].inc()
         _log.info("drafts less", sequence=sequence.number, round=rounds, depth=depth, why=why)
-
-
-def _output_left(sequence: Sequence) -> int:
-    return sequence.limit - len(sequence.output)

@@ -26,6 +26,9 @@ from kslserve.sched.spec.acceptance import (
 from kslserve.sched.spec.cost import (
     GUESS,
     HOPE,
+    LOOKS,
+    PACE_MAX,
+    PACE_MIN,
     PLAIN_EVERY,
     PLAIN_FIRST,
     STALE,
@@ -33,7 +36,7 @@ from kslserve.sched.spec.cost import (
     WaveCosts,
 )
 from kslserve.sched.spec.depth import GAIN, TRUST, choose_depths, choose_lanes
-from kslserve.sched.spec.drafter import Drafter
+from kslserve.sched.spec.drafter import GAINED, Drafter
 from kslserve.sched.spec.ladder import ROUNDS, Ladder
 from kslserve.sched.spec.patience import PAUSE_FIRST, PAUSE_LAST, TRIAL_FIRST, Patience
 
@@ -240,6 +243,41 @@ def test_a_glance_follows_plain_waves_and_ages_the_others() -> None:
     assert costs.ms(4) < 20.0
 
 
+def test_looks_in_vain_are_far_between_where_they_take_time() -> None:
+    costs = WaveCosts()
+    assert costs.pace == PACE_MIN
+    for _ in range(10):
+        costs.looked(0.01, 100.0)
+    assert costs.pace == PACE_MIN
+    for _ in range(60):
+        costs.looked(0.03, 0.3)
+    assert costs.pace == pytest.approx(0.1 / LOOKS, rel=0.1)
+    for _ in range(60):
+        costs.looked(3.0, 0.3)
+    assert costs.pace == PACE_MAX
+
+
+def test_a_drafter_without_prospects_sleeps_longer_and_longer() -> None:
+    drafter = Drafter(None, None, Patience(), 15)
+    wave, looks = 10, []
+    while wave < 300:
+        looks.append(wave)
+        drafter.doze(wave, 40)
+        wave = drafter.asleep_until
+    assert [b - a for a, b in itertools.pairwise(looks)][:4] == [9, 41, 41, 41]
+    # In a text that repeated itself before, less so.
+    drafter.stats.ngram_accepted = GAINED
+    drafter.held = [1]
+    drafter.doze(90, 40)
+    drafter.held = []
+    for waves in (1, 2, 4, 8):
+        drafter.doze(100, 40)
+        assert drafter.asleep_until == 101 + waves
+    drafter.held = [1]
+    drafter.doze(200, 40)
+    assert drafter.asleep_until < 200
+
+
 def test_draft_steps() -> None:
     costs = WaveCosts()
     assert costs.draft_ms(1, 10.0) == GUESS * 10.0
@@ -296,7 +334,7 @@ def test_trials_are_made_less_and_less_often() -> None:
         drafter = Drafter(None, Averages(DEPTH_PRIOR, DEPTH_WEIGHT), patience, 15)
         for wave in range(100 * number, 100 * number + 100):
             drafter.offer(15)
-            if drafter.trying(wave):
+            if drafter.promises(1.0, 1.0, wave):
                 drafter.aim(0, 0, 15, wave)
                 if drafter.propose:
                     begun.append(wave)

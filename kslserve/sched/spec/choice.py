@@ -1,0 +1,116 @@
+"""Choice: how much each of the drafters of a wave is to draft, given what waves cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+
+from kslserve.sched.plan import WaveCost
+from kslserve.sched.sequence import Sequence
+from kslserve.sched.spec.cost import WaveCosts
+from kslserve.sched.spec.depth import GAIN, TRUST, TRUST_CHAIN, choose_depths, choose_lanes
+from kslserve.sched.spec.drafter import Drafter
+
+LANES_MAX = 60  # most drafts of a wave; more never pay, and choosing takes time
+Candidate = tuple[Sequence, Drafter, bool]  # whether it decodes, or its prompt ends
+Times = Callable[[int], float]  # ms of a wave by its decode columns
+
+
+class Choice:
+    """costs, mixed: times of waves without and with prompts. lanes: most drafts of a row; depth:
+    most of those that MTP makes, 0 without a head."""
+
+    __slots__ = ("_costs", "_depth", "_lanes", "_mixed")
+
+    def __init__(self, costs: WaveCosts, mixed: WaveCost, lanes: int, depth: int) -> None:
+        self._costs = costs
+        self._mixed = mixed
+        self._lanes = lanes
+        self._depth = min(depth, lanes)
+
+    def least(self, rows: int) -> tuple[float, float]:
+        """Probabilities that the first draft of the index, and of MTP, must have if drafts are to
+        gain anything beside so many rows."""
+        times, least = self._costs.of(rows).table(self._most(rows), GAIN)
+        step_ms = self._costs.draft_ms(rows, times[rows])
+        return least / TRUST, (least + GAIN * step_ms / times[rows]) / TRUST_CHAIN
+
+    def aim(self, drafting: Items[Candidate], rows: int, prompt: int, room: int, wave: int) -> None:
+        """Choose for a wave of so many decoding rows and columns of prompts. room: further columns
+        that it can have."""
+        finishing = sum(not decodes for _, _, decodes in drafting)
+        ms = self._times(rows, prompt)
+        # MTP drafts are for the wave after this one, in which the prompts that end here decode too.
+        after = self._times(rows + finishing, 0) if prompt else ms
+        lanes = self._choose_lanes(drafting, ms, rows, room)
+        depths = self._choose_depths(drafting, after, rows + finishing)
+        for (sequence, drafter, _), n, depth in zip(drafting, lanes, depths or lanes, strict=True):
+            if depths is None:
+                drafter.aim(n, 0, 0, wave)
+            else:
+                drafter.aim(n, depth, min(self._depth, _output_left(sequence) - 2 - n), wave)
+                drafter.doze(wave, self._costs.pace)
+
+    def always(self, drafting: Items[Candidate], room: int, wave: int) -> None:
+        """Have all draft as much as they can."""
+        for sequence, drafter, decodes in drafting:
+            left = _output_left(sequence)
+            drafter.offer(min(self._lanes, left - 1, room) if decodes else 0, least=0.0)
+            n = len(drafter.survival)
+            room -= n
+            most = max(0, min(self._depth, left - 2 - n))
+            drafter.aim(n, most, most, wave)
+
+    def _choose_lanes(
+        self, drafting: Items[Candidate], ms: Times | None, rows: int, room: int
+    ) -> list[int]:
+        if ms is None:
+            for _, drafter, _ in drafting:
+                drafter.offer(0)
+            return [0] * len(drafting)
+        survival: list[list[float]] = []
+        for sequence, drafter, decodes in drafting:
+            # A round gives one token more than it accepts drafts.
+            drafter.offer(min(self._lanes, _output_left(sequence) - 1) if decodes else 0)
+            survival.append(drafter.survival)
+        if not any(survival):
+            return [0] * len(drafting)
+        return choose_lanes(survival, ms, rows, min(room, self._most(rows)))
+
+    def _choose_depths(
+        self, drafting: Items[Candidate], ms: Times | None, rows: int
+    ) -> list[int] | None:
+        """None where there is nothing to weigh them by."""
+        if ms is None:
+            return None
+        chances = [
+            drafter.chances(min(self._depth, _output_left(sequence) - 2))
+            for sequence, drafter, _ in drafting
+        ]
+        if not any(chances):
+            return [0] * len(drafting)
+        plain = ms(rows)
+        return choose_depths(
+            chances, ms, lambda n: self._costs.draft_ms(n, plain), rows, self._most(rows)
+        )
+
+    def _times(self, rows: int, prompt: int) -> Times | None:
+        """None where there is nothing to go by, or where it is time to see how long a plain wave
+        takes."""
+        if prompt:
+            base, slope = self._mixed.line()
+            if base + slope <= 0.0:
+                return None
+            return lambda columns: base + slope * (prompt + columns)
+        costs = self._costs.of(rows)
+        if costs.plain_due:
+            return None
+        return costs.table(self._most(rows), GAIN)[0].__getitem__
+
+    def _most(self, rows: int) -> int:
+        """Drafts that a wave may have beside so many rows."""
+        return min(rows * self._lanes, LANES_MAX)
+
+
+def _output_left(sequence: Sequence) -> int:
+    return sequence.limit - len(sequence.output)
