@@ -346,7 +346,7 @@ double scan_seconds(int heads, int dk, int dv, int n) {
       float *state = t->state + (size_t)head * t->dk * t->dv + v0;
       if (t->n == 1)
         kernels->delta_step(q, k, t->v + at, t->out + at, t->decay[head], t->beta[head], t->dk,
-                            (size_t)t->dv, width, state);
+                            (size_t)t->dv, width, state, nullptr);
       else
         kernels->delta_scan(q, k, key, t->v + at, t->out + at, value, value, t->decay + head,
                             t->beta + head, (size_t)t->heads, t->n, t->dk, (size_t)t->dv, width,

@@ -7,12 +7,12 @@
 
 namespace ksl {
 
-void parallel(Backend *b, int n, int64_t cost, PoolTask task, void *context) {
+void parallel(Backend *b, int n, int64_t cost, PoolTask task, void *context, int grain) {
   if (n <= 0) return;
   if (b->threads == 1 || cost < b->inline_cost) {
     task(context, 0, 0, n);
   } else {
-    pool_run(b->pool, n, 1, task, context);
+    pool_run(b->pool, n, grain, task, context);
   }
 }
 

@@ -41,12 +41,15 @@ static void scan_copy_out(const float *block, int dk, size_t dv, int nv, float *
 template <int N, bool kNext>
 KSL_INLINE void scan_token(const float *k, const float *q, const float *next, V g, const V *d,
                            int dk, const float *from, size_t from_stride, float *to,
-                           size_t to_stride, V *o, V *predicted) {
+                           size_t to_stride, V *o, V *predicted, const float *fetch = nullptr) {
   V out[N], ahead[N];
 #pragma GCC unroll 8
   for (int j = 0; j < N; j++) out[j] = ahead[j] = v_zero();
   for (int i = 0; i < dk; i++) {
     const V ki = v_set1(k[i]), qi = v_set1(q[i]), ni = kNext ? v_set1(next[i]) : v_zero();
+    if (fetch)
+#pragma GCC unroll 8
+      for (int j = 0; j < N; j++) __builtin_prefetch(fetch + i * to_stride + j * 16, 1, 2);
 #pragma GCC unroll 8
     for (int j = 0; j < N; j++) {
       const V s = v_fma(ki, d[j], v_mul(g, v_load(from + i * from_stride + j * 16)));
@@ -109,10 +112,11 @@ static void scan(const float *q, const float *k, size_t qk_stride, const float *
 }
 
 // One token, in place, for 16 N columns: lines come and go in order, as the memory's own prefetcher
-// likes them. The same additions as above.
+// likes them. The same additions as above. The second pass finds its lines in the caches, so the
+// memory is free to bring as much of `next`.
 template <int N>
 static void scan_step(const float *q, const float *k, const float *v, float *out, float decay,
-                      float beta, int dk, size_t dv, float *state) {
+                      float beta, int dk, size_t dv, float *state, const float *next) {
   V predicted[N], d[N], o[N];
 #pragma GCC unroll 8
   for (int j = 0; j < N; j++) predicted[j] = v_zero();
@@ -125,7 +129,7 @@ static void scan_step(const float *q, const float *k, const float *v, float *out
   const V g = v_set1(decay), b = v_set1(beta);
 #pragma GCC unroll 8
   for (int j = 0; j < N; j++) d[j] = v_mul(b, v_fnma(g, predicted[j], v_load(v + 16 * j)));
-  scan_token<N, false>(k, q, nullptr, g, d, dk, state, dv, state, dv, o, predicted);
+  scan_token<N, false>(k, q, nullptr, g, d, dk, state, dv, state, dv, o, predicted, next);
 #pragma GCC unroll 8
   for (int j = 0; j < N; j++) v_store(out + 16 * j, o[j]);
 }
@@ -192,10 +196,11 @@ static void delta_replay(const float *k, size_t k_stride, const float *d, size_t
 }
 
 static void delta_step(const float *q, const float *k, const float *v, float *out, float decay,
-                       float beta, int dk, size_t dv, int nv, float *state) {
+                       float beta, int dk, size_t dv, int nv, float *state, const float *next) {
   int c = 0;
   for (; c + 16 * kStepVectors <= nv; c += 16 * kStepVectors)
-    scan_step<kStepVectors>(q, k, v + c, out + c, decay, beta, dk, dv, state + c);
+    scan_step<kStepVectors>(q, k, v + c, out + c, decay, beta, dk, dv, state + c,
+                            c + 32 * kStepVectors <= nv ? state + c + 16 * kStepVectors : next);
   for (; c < nv; c += kScanColumns)
     delta_scan(q, k, 0, v + c, out + c, 0, 0, &decay, &beta, 0, 1, dk, dv,
                nv - c < kScanColumns ? nv - c : (int)kScanColumns, state + c, true, nullptr, 0, 0,

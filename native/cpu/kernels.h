@@ -115,9 +115,10 @@ struct Kernels {
   void (*delta_replay)(const float *k, size_t k_stride, const float *delta, size_t delta_stride,
                        const float *decay, size_t g_stride, int n, int dk, size_t dv, int nv,
                        float *state);
-  // The scan of one token, committed, for any nv.
+  // The scan of one token, committed, for any nv. next: null, or the state that the caller takes
+  // next, alike; it is fetched meanwhile.
   void (*delta_step)(const float *q, const float *k, const float *v, float *out, float decay,
-                     float beta, int dk, size_t dv, int nv, float *state);
+                     float beta, int dk, size_t dv, int nv, float *state, const float *next);
 
   AttnKernels attn;
 };

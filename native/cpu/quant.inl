@@ -12,19 +12,17 @@ KSL_INLINE int32_t quantize_group(V x, V inverse, int8_t *codes) {
   return (int32_t)v_hsum(q);  // exact: small integers
 }
 
-static void quantize(const float *x, int n, QuantizedBlock *out, size_t stride) {
-  const int padded = quantized_blocks(n) * kScaleBlock;
-  for (int k0 = 0; k0 < padded; k0 += kActBlock) {
-    QuantizedBlock *to = out + k0 / kScaleBlock * stride;
-    const int at = k0 % kScaleBlock;  // in the block
-    const int m = n - k0 < kActBlock ? n - k0 : (int)kActBlock;
+// The first n values of a block.
+static void quantize_block(const float *x, int n, QuantizedBlock *to) {
+  for (int at = 0; at < kScaleBlock; at += kActBlock) {
+    const int m = n - at < kActBlock ? n - at : (int)kActBlock;
     V part[kActBlock / 16];
     V top = v_zero(), rest = v_zero();
 #pragma GCC unroll 8
     for (int i = 0; i < kActBlock / 16; i++) {
       const int left = m - 16 * i;
-      part[i] = left >= 16 ? v_load(x + k0 + 16 * i)
-                           : (left > 0 ? v_load_n(x + k0 + 16 * i, left) : v_zero());
+      part[i] = left >= 16 ? v_load(x + at + 16 * i)
+                           : (left > 0 ? v_load_n(x + at + 16 * i, left) : v_zero());
       top = v_max(top, v_max(part[i], v_sub(v_zero(), part[i])));
       rest = v_fma(part[i], v_zero(), rest);
     }
@@ -43,6 +41,11 @@ static void quantize(const float *x, int n, QuantizedBlock *out, size_t stride) 
     }
     to->blocks[at / kActBlock] = -kOffset * sum;
   }
+}
+
+static void quantize(const float *x, int n, QuantizedBlock *out, size_t stride) {
+  for (; n > 0; n -= kScaleBlock, x += kScaleBlock, out += stride)
+    if (n < kScaleBlock || !quantize_whole(x, out)) quantize_block(x, n, out);
 }
 
 }  // namespace

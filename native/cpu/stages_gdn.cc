@@ -150,15 +150,26 @@ struct ScanBlock {
   size_t values, keys, state;  // where they begin: in v and d, in q and k, in the state
 };
 
+// Of one head, and of all.
+int head_blocks(const ModelSpec *s) {
+  return (s->lin_value_dim + kScanColumns - 1) / kScanColumns;
+}
 int scan_blocks(const ModelSpec *s) {
-  return s->lin_value_heads * ((s->lin_value_dim + kScanColumns - 1) / kScanColumns);
+  return s->lin_value_heads * head_blocks(s);
+}
+
+// Blocks that stay together: a head, whose rows of the state are whole then, where that divides
+// the work evenly enough.
+int scan_grain(const Backend *b) {
+  const int heads = b->spec->lin_value_heads;
+  return heads % b->threads == 0 || heads >= 4 * b->threads ? head_blocks(b->spec) : 1;
 }
 
 // Block `item`, counted through all heads, and those behind it in the same head up to `most` in
 // all.
 ScanBlock scan_block(const ModelSpec *s, int item, int most = 1) {
   const int dk = s->lin_key_dim, dv = s->lin_value_dim;
-  const int per_head = (dv + kScanColumns - 1) / kScanColumns;
+  const int per_head = head_blocks(s);
   const int width = most * kScanColumns;
   ScanBlock block;
   block.head = item / per_head;
@@ -194,8 +205,14 @@ void scan_row(Backend *b, const RowPlan *row, int linear, const ScanBlock *block
                          b->keep_floats, row->n_cuts, row->cut_offset, cut_state);
 }
 
-// One committed token of a row, for all value columns of the block.
-void step_row(Backend *b, const RowPlan *row, int linear, const ScanBlock *block) {
+// Whether a row is one committed token, which is made in place.
+bool is_step(const RowPlan *row) {
+  return row->n == 1 && row->keep < 0 && row->n_cuts == 0;
+}
+
+// One committed token of a row, for all value columns of the block. next: the state that follows.
+void step_row(Backend *b, const RowPlan *row, int linear, const ScanBlock *block,
+              const float *next) {
   const ModelSpec *s = b->spec;
   const int keys = s->lin_key_heads * s->lin_key_dim;
   const size_t c = row->column, gate = c * b->head_stride + block->head;
@@ -203,7 +220,17 @@ void step_row(Backend *b, const RowPlan *row, int linear, const ScanBlock *block
   b->kernels->delta_step(q, q + keys, conv + 2 * keys + block->values,
                          b->core + c * b->value_stride + block->values, b->decay[gate],
                          b->beta[gate], s->lin_key_dim, s->lin_value_dim, block->width,
-                         slab_state(b, row->slab, linear) + block->state);
+                         slab_state(b, row->slab, linear) + block->state, next);
+}
+
+// Where the state lies that follows block `i` of row `r` in a task of blocks [begin, end): of the
+// same row, or of the next one.
+const float *next_state(const Backend *b, int linear, int r, int i, int begin, int end) {
+  if (i >= end) {
+    i = begin;
+    if (++r == b->n_rows) return nullptr;
+  }
+  return slab_state(b, b->rows[r].slab, linear) + scan_block(b->spec, i).state;
 }
 
 // Items are value column blocks; each is done in all rows, so that rows of any length split evenly.
@@ -212,11 +239,11 @@ void scan_task(void *context, int, int begin, int end) {
   Backend *b = t->b;
   for (int r = 0; r < b->n_rows; r++) {
     const RowPlan *row = &b->rows[r];
-    if (row->n == 1 && row->keep < 0 && row->n_cuts == 0) {
+    if (is_step(row)) {
       for (int i = begin; i < end;) {
         const ScanBlock block = scan_block(b->spec, i, end - i);
-        step_row(b, row, t->linear, &block);
         i += (block.width + kScanColumns - 1) / kScanColumns;
+        step_row(b, row, t->linear, &block, next_state(b, t->linear, r, i, begin, end));
       }
     } else if (row->n) {
       for (int i = begin; i < end; i++) {
@@ -309,7 +336,7 @@ void stage_gdn_scan(void *context, int layer) {
   LayerTask task = {b, &b->layers[layer].linear, b->layers[layer].index};
   const int64_t per_token = static_cast<int64_t>(b->spec->v_width) * b->spec->lin_key_dim * 4;
   keep_columns(b, task.linear);
-  parallel(b, scan_blocks(b->spec), b->batch->n * per_token, scan_task, &task);
+  parallel(b, scan_blocks(b->spec), b->batch->n * per_token, scan_task, &task, scan_grain(b));
 }
 
 void stage_gdn_gated_norm(void *context, int layer) {
@@ -333,7 +360,7 @@ void gdn_commit_kept(Backend *b) {
   if (!columns || !b->spec->linear_layers) return;
   const int64_t per_token = static_cast<int64_t>(b->spec->v_width) * b->spec->lin_key_dim * 4;
   parallel(b, b->spec->linear_layers * scan_blocks(b->spec),
-           columns * per_token * b->spec->linear_layers, commit_task, b);
+           columns * per_token * b->spec->linear_layers, commit_task, b, head_blocks(b->spec));
 }
 
 }  // namespace ksl

@@ -181,8 +181,8 @@ int load_weights(Backend *b, const TensorTable *tensors, ksl_error *error);
 // ---- parallel work
 
 // `cost` is about the multiply-adds of the whole, sixteen of which take a cycle; small work runs in
-// the caller, since waking a worker costs more.
-void parallel(Backend *b, int n, int64_t cost, PoolTask task, void *context);
+// the caller, since waking a worker costs more. Pieces are multiples of `grain`.
+void parallel(Backend *b, int n, int64_t cost, PoolTask task, void *context, int grain = 1);
 
 // y = x Wᵀ for up to four matrices that read the same input.
 struct Projection {

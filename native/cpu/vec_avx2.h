@@ -184,6 +184,10 @@ KSL_INLINE I i_dot_once(I acc, U w, const int8_t *x) {
 KSL_INLINE V v_of_int(I x) {
   return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)};
 }
+// There is no quicker way here.
+KSL_INLINE bool quantize_whole(const float *, QuantizedBlock *) {
+  return false;
+}
 // Lanes are integers in [-127, 127].
 KSL_INLINE void v_store_s8(int8_t *p, V x) {
   const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));

@@ -172,6 +172,72 @@ KSL_INLINE V v_of_int(I a) {
 KSL_INLINE void v_store_s8(int8_t *p, V a) {
   _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v)));
 }
+// Of 16 lanes in four vectors each: what `join` makes of a vector's lanes, four results in turn in
+// every quarter.
+template <class Join>
+KSL_INLINE __m512i reduce_four(const __m512i *a, Join join) {
+  const __m512i low = join(_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[0], a[1]));
+  const __m512i high = join(_mm512_unpacklo_epi32(a[2], a[3]), _mm512_unpackhi_epi32(a[2], a[3]));
+  __m512i all = join(_mm512_unpacklo_epi64(low, high), _mm512_unpackhi_epi64(low, high));
+  all = join(all, _mm512_shuffle_i32x4(all, all, 0x4e));
+  return join(all, _mm512_shuffle_i32x4(all, all, 0xb1));
+}
+// The sums of the 16 codes of each quarter.
+KSL_INLINE __m128i quarter_sums(__m512i codes) {
+  __m512i sum = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), codes);
+  sum = _mm512_add_epi32(sum, _mm512_shuffle_epi32(sum, (_MM_PERM_ENUM)0x4e));
+  sum = _mm512_add_epi32(sum, _mm512_shuffle_epi32(sum, (_MM_PERM_ENUM)0xb1));
+  return _mm512_castsi512_si128(_mm512_maskz_compress_epi32(0x1111, sum));
+}
+// quantize() of a whole block at once: the same codes and scales. False, and nothing written, where
+// a value is not finite.
+KSL_INLINE bool quantize_whole(const float *x, QuantizedBlock *to) {
+  static_assert(kScaleBlock == 8 * 16 && kActBlock == 32 && kGroup == 16 && kOffset == 64,
+                "vectors of a block");
+  __m512 value[8];
+  __m512i top[4];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) value[i] = _mm512_loadu_ps(x + 16 * i);
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++)
+    top[i] = _mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(value[2 * i]), magnitude),
+                              _mm512_and_si512(_mm512_castps_si512(value[2 * i + 1]), magnitude));
+  const __m128i bits = _mm512_castsi512_si128(
+      reduce_four(top, [](__m512i a, __m512i b) { return _mm512_max_epi32(a, b); }));
+  if (_mm_cmpgt_epi32_mask(bits, _mm_set1_epi32(0x7f7fffff))) return false;
+  const __m128 most = _mm_castsi128_ps(bits);
+  const __mmask8 usable = _mm_cmp_ps_mask(most, _mm_set1_ps(0x1p-100f), _CMP_GT_OQ);
+  _mm_storeu_ps(to->scales, _mm_maskz_mul_ps(usable, most, _mm_set1_ps(1.0f / 127.0f)));
+  const __m512 inverse =
+      _mm512_broadcast_f32x4(_mm_maskz_div_ps(usable, _mm_set1_ps(127.0f), most));
+  const __m512 each[4] = {_mm512_permute_ps(inverse, 0x00), _mm512_permute_ps(inverse, 0x55),
+                          _mm512_permute_ps(inverse, 0xaa), _mm512_permute_ps(inverse, 0xff)};
+  // 1.5 * 2^23 + code: its lowest byte is the code.
+  const __m512 magic = _mm512_set1_ps(12582912.0f);
+  alignas(64) static const uint8_t kLowBytes[32] = {
+      0,  4,  8,  12, 16, 20, 24, 28, 32, 36,  40,  44,  48,  52,  56,  60,
+      64, 68, 72, 76, 80, 84, 88, 92, 96, 100, 104, 108, 112, 116, 120, 124};
+  const __m512i low_bytes = _mm512_castsi256_si512(_mm256_load_si256((const __m256i *)kLowBytes));
+  __m256i pair[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    const __m512i a = _mm512_castps_si512(_mm512_fmadd_ps(value[2 * i], each[i], magic));
+    const __m512i b = _mm512_castps_si512(_mm512_fmadd_ps(value[2 * i + 1], each[i], magic));
+    pair[i] = _mm512_castsi512_si256(_mm512_permutex2var_epi8(a, low_bytes, b));
+  }
+  const __m512i codes[2] = {_mm512_inserti64x4(_mm512_castsi256_si512(pair[0]), pair[1], 1),
+                            _mm512_inserti64x4(_mm512_castsi256_si512(pair[2]), pair[3], 1)};
+  const __m128i zero = _mm_setzero_si128();
+  const __m128i first = _mm_sub_epi32(zero, _mm_slli_epi32(quarter_sums(codes[0]), 6));
+  const __m128i second = _mm_sub_epi32(zero, _mm_slli_epi32(quarter_sums(codes[1]), 6));
+  _mm512_storeu_si512(to->codes, codes[0]);
+  _mm512_storeu_si512(to->codes + 64, codes[1]);
+  _mm_storeu_si128((__m128i *)to->groups, first);
+  _mm_storeu_si128((__m128i *)(to->groups + 4), second);
+  _mm_storeu_si128((__m128i *)to->blocks, _mm_hadd_epi32(first, second));
+  return true;
+}
 // Byte J of each lane, less kOffset.
 template <int J>
 KSL_INLINE V v_of_byte(U a) {

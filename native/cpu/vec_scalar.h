@@ -203,6 +203,10 @@ KSL_INLINE V v_of_int(I a) {
   KSL_QUADS r.q[i] = __builtin_convertvector(a.q[i], Quad);
   return r;
 }
+// There is no quicker way here.
+KSL_INLINE bool quantize_whole(const float *, QuantizedBlock *) {
+  return false;
+}
 // Lanes are integers in [-127, 127].
 KSL_INLINE void v_store_s8(int8_t *p, V a) {
   float x[16];
