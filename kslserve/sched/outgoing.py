@@ -92,7 +92,7 @@ class Outgoing:
                 self._mask(sequence, sequence.job.guide)
         for sequence in running:
             self._edit(sequence)
-        all_decode = not self.prompt and len(wave.rows) == everybody
+        all_decode = not self.prompt and 0 < len(wave.rows) == everybody
         self.steady = all_decode and len(self.newcomers) == len(waiting)
 
     def _aim(self, sequence: Sequence, n: int, left: int) -> int:

@@ -405,6 +405,24 @@ def test_checkpoints_leave_memory_when_nothing_ran_for_long(host_bytes: int) -> 
     w.check_all_free()
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_engine_that_gives_memory_back_is_left_alone(ahead: bool) -> None:
+    """A wave of operations alone has no rows, so nothing follows it."""
+    limits = {"idle_return_s": 1.0, "submit_ahead": ahead}
+    w = world(sizes=replace(ROOMY, ring_depth=1 + ahead), store=MemoryStore(), limits=limits)
+    w.submit(ask(text(60, 1), 5))
+    for seed in range(2, 6):  # too short for checkpoints: what they held is held no more
+        w.submit(ask(text(2, seed), 1))
+    w.run(until=0.9)
+    before = w.engine.progress().submitted
+    w.run(until=15.0)
+    assert w.engine.state.dropped
+    assert w.engine.progress().submitted == before + 1
+    w.run()
+    assert w.scheduler.snapshot().cache.device == 0
+    w.check_all_free()
+
+
 def test_work_that_comes_while_checkpoints_age_goes_on_from_them() -> None:
     for delay_s in (0.0, 0.005, 0.012, 0.02, 0.1):
         store = MemoryStore()
