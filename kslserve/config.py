@@ -12,35 +12,14 @@ import dataclasses
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kslserve.errors import UsageError
+from kslserve.setting import AUTO, Spec, parse, setting, toml
 
 ENV_PREFIX = "KSL_"
-AUTO = -1  # the parsed value of "auto" where a number is meant
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """How one setting reads. kind: str, int, float, switch, bytes, list, choice. auto: the word
-    `auto` is allowed and becomes AUTO."""
-
-    kind: str
-    help: str
-    choices: tuple[str, ...] = ()
-    low: float | None = None
-    high: float | None = None
-    auto: bool = False
-    flag: bool = True
-
-
-def _s(default: Any, kind: str, help: str, **more: Any) -> Any:
-    spec = Spec(kind, help, **more)
-    if isinstance(default, list):
-        return field(default=tuple(default), metadata={"spec": spec})
-    return field(default=default, metadata={"spec": spec})
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,138 +27,146 @@ class Settings:
     """Every setting. Names with `_s` are seconds, `_ms` milliseconds, `_tokens` tokens, `_bytes`
     bytes. 0 means none where a bound is meant. Paths are strings, empty for none."""
 
-    host: str = _s("127.0.0.1", "str", "address to listen on")
-    port: int = _s(8100, "int", "port to listen on; 0 picks a free one", low=0, high=65535)
-    uds: str = _s("", "str", "path of a Unix socket to listen on instead of host and port")
-    model: str = _s(
+    host: str = setting("127.0.0.1", "str", "address to listen on")
+    port: int = setting(8100, "int", "port to listen on; 0 picks a free one", low=0, high=65535)
+    uds: str = setting("", "str", "path of a Unix socket to listen on instead of host and port")
+    model: str = setting(
         "ksl-nano", "str", "model file or folder, `synth:SHAPE`, or the bundled `ksl-nano`"
     )
-    model_dir: str = _s(
+    model_dir: str = setting(
         "", "str", "folder with tokenizer, template and configs, for KSL1 files and `synth:`"
     )
-    weights: str = _s(
+    weights: str = setting(
         "auto", "choice", "weight encoding; auto: a container's own, else fp6",
         choices=("auto", "fp6", "nvfp4", "nvfp4-mlp", "bf16"),
     )  # fmt: skip
-    head: str = _s(
+    head: str = setting(
         "auto", "choice", "encoding of the output head", choices=("auto", "fp6", "nvfp4", "bf16")
     )
-    activations: str = _s(
+    activations: str = setting(
         "auto", "choice",
         "activations of matrix products; auto: the backend's own (CPU: int8, of bf16 weights "
         "bf16 where the machine has it; CUDA: e4m3 of FP6 prompts); float: rounded no further "
         "than to halves",
         choices=("auto", "float"),
     )  # fmt: skip
-    device: str = _s(
+    device: str = setting(
         "auto", "choice", "backend; auto: the CUDA device where there is one",
         choices=("auto", "cpu", "cuda"),
     )  # fmt: skip
-    engine: str = _s(
+    engine: str = setting(
         "native", "choice", "engine; scripted and fake need no model",
         choices=("native", "scripted", "fake"),
     )  # fmt: skip
-    script: str = _s("", "str", "script file of the scripted engine")
-    cpu: str = _s(
+    script: str = setting("", "str", "script file of the scripted engine")
+    cpu: str = setting(
         "auto", "choice", "instruction set of the CPU backend",
         choices=("auto", "scalar", "avx2", "avx512"),
     )  # fmt: skip
-    threads: int = _s(0, "int", "engine threads; 0: one per core", low=0, high=1024)
-    cpu_nice: int = _s(10, "int", "nice value of the CPU backend's threads", low=0, high=19)
-    context: int = _s(
+    threads: int = setting(0, "int", "engine threads; 0: one per core", low=0, high=1024)
+    cpu_nice: int = setting(10, "int", "nice value of the CPU backend's threads", low=0, high=19)
+    context: int = setting(
         AUTO, "int", "window of a request in tokens; auto: the model's maximum, or what fits "
         "beside 15 % of the free memory, 2 GiB at least, on CUDA 5 % and 512 MiB",
         low=16, auto=True,
     )  # fmt: skip
-    kv: str = _s(
+    kv: str = setting(
         "auto", "choice", "KV format; auto: bf16 on the CPU, q4 on CUDA",
         choices=("auto", "f32", "bf16", "fp8", "q4", "int8_g64", "int4_g32", "int8ring_int4"),
     )  # fmt: skip
-    kv_ring: int = _s(
+    kv_ring: int = setting(
         1024, "int", "with int8ring_int4: how many of the last positions are read in int8, a "
         "multiple of 64", low=64, high=1 << 20,
     )  # fmt: skip
-    kv_tokens: int = _s(
+    kv_tokens: int = setting(
         AUTO, "int", "size of the KV pool in tokens; auto: a context for every sequence, as far as "
         "half of the memory goes, on CUDA all but that margin", low=16, auto=True,
     )  # fmt: skip
-    block_tokens: int = _s(128, "int", "tokens of a KV block, a multiple of 16", low=16, high=4096)
-    max_seqs: int = _s(
+    block_tokens: int = setting(
+        128, "int", "tokens of a KV block, a multiple of 16", low=16, high=4096
+    )
+    max_seqs: int = setting(
         AUTO, "int", "sequences that run at once; auto: 8, on CUDA 32 where their state is small "
         "beside the memory", low=1, high=1024, auto=True,
     )  # fmt: skip
-    idle_return_s: float = _s(
+    idle_return_s: float = setting(
         30.0, "float", "idle time after which the machine's memory of unused blocks and slabs goes "
         "back to the system, and, with --prefix-cache-dir, that of checkpoints after 20 times as "
         "long; 0: never", low=0,
     )  # fmt: skip
-    wave_columns: int = _s(
+    wave_columns: int = setting(
         AUTO, "int", "prompt columns of a wave; auto: 512, on CUDA 2048", low=16, high=65536,
         auto=True,
     )  # fmt: skip
-    wave_target_ms: float = _s(50.0, "float", "time a wave should take", low=1)
-    decode_gap_ms: float = _s(
+    wave_target_ms: float = setting(50.0, "float", "time a wave should take", low=1)
+    decode_gap_ms: float = setting(
         250.0, "float", "longest gap of a decoding sequence beside prompts", low=1
     )
-    submit_ahead: str = _s(
+    submit_ahead: str = setting(
         "auto", "choice", "keep a second wave in the engine's ring while nothing is drafted; auto: "
         "on CUDA", choices=("auto", "on", "off"),
     )  # fmt: skip
-    prefix_cache: bool = _s(
+    prefix_cache: bool = setting(
         True, "switch", "keep checkpoints of prompts and answers and adopt them"
     )
-    prefix_cache_slabs: int = _s(
+    prefix_cache_slabs: int = setting(
         AUTO, "int", "device slabs for checkpoints; auto: what memory allows", low=0, high=4096,
         auto=True,
     )  # fmt: skip
-    prefix_cache_host_bytes: int = _s(0, "bytes", "host tier of the prefix cache; 0: none")
-    prefix_cache_dir: str = _s("", "str", "folder of the prefix cache's disk tier")
-    prefix_cache_disk_bytes: int = _s(20 << 30, "bytes", "budget of the disk tier")
-    speculation: str = _s(
+    prefix_cache_host_bytes: int = setting(0, "bytes", "host tier of the prefix cache; 0: none")
+    prefix_cache_dir: str = setting("", "str", "folder of the prefix cache's disk tier")
+    prefix_cache_disk_bytes: int = setting(20 << 30, "bytes", "budget of the disk tier")
+    speculation: str = setting(
         "auto", "choice", "drafts, from the request's own text or by the MTP head; auto: both",
         choices=("off", "ngram", "mtp", "auto"),
     )  # fmt: skip
-    draft_depth: int = _s(7, "int", "most MTP drafts of a sequence in a wave", low=1, high=16)
-    draft_lanes: int = _s(
+    draft_depth: int = setting(7, "int", "most MTP drafts of a sequence in a wave", low=1, high=16)
+    draft_lanes: int = setting(
         15, "int", "most drafts of a sequence in a wave, of both kinds", low=1, high=16
     )
-    draft_margin: float = _s(
+    draft_margin: float = setting(
         0.5, "float", "MTP stops before a draft that leads the second best one by less",
         low=0, high=1e6,
     )  # fmt: skip
-    draft_vocab: int = _s(0, "int", "MTP drafts only ids below this; 0: any", low=0, high=2**31 - 1)
-    preserve_thinking: bool = _s(True, "switch", "keep the reasoning of the history in the prompt")
-    messages_default_thinking: str = _s(
+    draft_vocab: int = setting(
+        0, "int", "MTP drafts only ids below this; 0: any", low=0, high=2**31 - 1
+    )
+    preserve_thinking: bool = setting(
+        True, "switch", "keep the reasoning of the history in the prompt"
+    )
+    messages_default_thinking: str = setting(
         "hidden", "choice", "Messages requests without `thinking`", choices=("off", "hidden", "on"),
     )  # fmt: skip
-    recover_calls: bool = _s(
+    recover_calls: bool = setting(
         True, "switch", "read calls that stray from the format; off: they stay text"
     )
-    drift_corpus: str = _s("", "str", "file that collects tool-call recoveries")
-    max_requests: int = _s(256, "int", "requests in the server at once", low=1)
-    max_queue: int = _s(128, "int", "requests waiting for a slot; more are refused with 429", low=0)
-    max_body_bytes: int = _s(32 << 20, "bytes", "largest request body", low=1024)
-    queue_timeout_s: float = _s(300.0, "float", "longest wait for a slot (503)", low=0)
-    request_timeout_s: float = _s(0.0, "float", "longest life of a request (504)", low=0)
-    io_timeout_s: float = _s(
+    drift_corpus: str = setting("", "str", "file that collects tool-call recoveries")
+    max_requests: int = setting(256, "int", "requests in the server at once", low=1)
+    max_queue: int = setting(
+        128, "int", "requests waiting for a slot; more are refused with 429", low=0
+    )
+    max_body_bytes: int = setting(32 << 20, "bytes", "largest request body", low=1024)
+    queue_timeout_s: float = setting(300.0, "float", "longest wait for a slot (503)", low=0)
+    request_timeout_s: float = setting(0.0, "float", "longest life of a request (504)", low=0)
+    io_timeout_s: float = setting(
         30.0, "float", "longest time for a head, and between parts of a body", low=0
     )
-    idle_timeout_s: float = _s(75.0, "float", "keep-alive of an idle connection", low=0)
-    write_timeout_s: float = _s(60.0, "float", "a reader that takes nothing is closed", low=0)
-    heartbeat_s: float = _s(10.0, "float", "longest silence of an open stream", low=0.05)
-    watchdog_loop_s: float = _s(30.0, "float", "deadline of the event loop; 0: none", low=0)
-    watchdog_wave_s: float = _s(120.0, "float", "deadline of a wave; 0: none", low=0)
-    grace_s: float = _s(30.0, "float", "time that live requests get at shutdown", low=0)
-    api_key: tuple[str, ...] = _s([], "list", "accepted key; repeatable")
-    api_key_file: str = _s("", "str", "file of accepted keys, one per line")
-    insecure: bool = _s(False, "switch", "allow a non-loopback address without a key")
-    cors_origin: tuple[str, ...] = _s([], "list", "origin that gets CORS headers; repeatable")
-    allow_host: tuple[str, ...] = _s([], "list", "further accepted Host name; repeatable")
-    log_level: str = _s(
+    idle_timeout_s: float = setting(75.0, "float", "keep-alive of an idle connection", low=0)
+    write_timeout_s: float = setting(60.0, "float", "a reader that takes nothing is closed", low=0)
+    heartbeat_s: float = setting(10.0, "float", "longest silence of an open stream", low=0.05)
+    watchdog_loop_s: float = setting(30.0, "float", "deadline of the event loop; 0: none", low=0)
+    watchdog_wave_s: float = setting(120.0, "float", "deadline of a wave; 0: none", low=0)
+    grace_s: float = setting(30.0, "float", "time that live requests get at shutdown", low=0)
+    api_key: tuple[str, ...] = setting([], "list", "accepted key; repeatable")
+    api_key_file: str = setting("", "str", "file of accepted keys, one per line")
+    insecure: bool = setting(False, "switch", "allow a non-loopback address without a key")
+    cors_origin: tuple[str, ...] = setting([], "list", "origin that gets CORS headers; repeatable")
+    allow_host: tuple[str, ...] = setting([], "list", "further accepted Host name; repeatable")
+    log_level: str = setting(
         "info", "choice", "log level", choices=("debug", "info", "warning", "error")
     )
-    test_hooks: bool = _s(False, "switch", "forced output and fault hooks, for tests")
-    test_bf16_dir: str = _s(
+    test_hooks: bool = setting(False, "switch", "forced output and fault hooks, for tests")
+    test_bf16_dir: str = setting(
         "", "str", "folder of the bf16 ksl-nano for its optional test", flag=False
     )
 
@@ -222,7 +209,7 @@ def load(
         for key, raw in _read_file(config_file).items():
             if key not in table:
                 raise UsageError(f"{config_file}: unknown setting `{key}`{_hint(key, table)}.")
-            values[key] = _parse(f"{config_file}: {key}", table[key], raw)
+            values[key] = parse(f"{config_file}: {key}", table[key][0], raw)
             sources[key] = "file"
     for variable, text in environ.items():
         if not variable.startswith(ENV_PREFIX) or variable == ENV_PREFIX + "CONFIG":
@@ -231,10 +218,10 @@ def load(
         if key not in table:
             raise UsageError(f"unknown environment setting {variable}{_hint(key, table)}.")
         raw = [p for p in text.split(",") if p] if table[key][0].kind == "list" else text
-        values[key] = _parse(variable, table[key], raw)
+        values[key] = parse(variable, table[key][0], raw)
         sources[key] = "environment"
     for key, raw in flags.items():
-        values[key] = _parse(flag_of(key), table[key], raw)
+        values[key] = parse(flag_of(key), table[key][0], raw)
         sources[key] = "flag"
     settings = Settings(**values)
     _check(settings)
@@ -255,77 +242,6 @@ def _read_file(path: str) -> dict[str, Any]:
         raise UsageError(f"cannot read the settings file {path}: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not a TOML file: {error}.") from error
-
-
-def _parse(label: str, entry: tuple[Spec, Any], raw: Any) -> Any:
-    """One raw value (text, or a TOML value) as the setting's type, in range."""
-    spec, _ = entry
-    value = _convert(label, spec, raw)
-    numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if numeric and not (spec.auto and value == AUTO):
-        if spec.low is not None and value < spec.low:
-            raise UsageError(f"{label} must be at least {spec.low:g}, not {value:g}.")
-        if spec.high is not None and value > spec.high:
-            raise UsageError(f"{label} must be at most {spec.high:g}, not {value:g}.")
-    return value
-
-
-def _convert(label: str, spec: Spec, raw: Any) -> Any:
-    if spec.auto and raw == "auto":
-        return AUTO
-    if spec.kind == "switch":
-        if isinstance(raw, bool):
-            return raw
-        if raw in ("0", "1"):
-            return raw == "1"
-        raise UsageError(f"{label} is a switch: 0 or 1, not {raw!r}.")
-    if spec.kind == "list":
-        items = [raw] if isinstance(raw, str) else raw
-        if not isinstance(items, (list, tuple)) or not all(isinstance(i, str) for i in items):
-            raise UsageError(f"{label} is a list of texts, not {raw!r}.")
-        return tuple(items)
-    if spec.kind == "choice":
-        if raw not in spec.choices:
-            raise UsageError(f"{label} must be one of {', '.join(spec.choices)}, not {raw!r}.")
-        return raw
-    if spec.kind == "bytes":
-        return _parse_bytes(label, raw)
-    if spec.kind in ("int", "float"):
-        return _parse_number(label, spec, raw)
-    if not isinstance(raw, str):
-        raise UsageError(f"{label} is a text, not {raw!r}.")
-    return raw
-
-
-def _parse_number(label: str, spec: Spec, raw: Any) -> int | float:
-    make = int if spec.kind == "int" else float
-    noun = "a whole number" if spec.kind == "int" else "a number"
-    accepted = (str, int) if spec.kind == "int" else (str, int, float)
-    auto = " or auto" if spec.auto else ""
-    if isinstance(raw, accepted) and not isinstance(raw, bool):
-        try:
-            value = make(raw)
-        except ValueError:
-            pass
-        else:
-            if abs(value) < 1e18:  # also refuses NaN and infinities
-                return value
-    raise UsageError(f"{label} must be {noun}{auto}, not {raw!r}.")
-
-
-_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-
-
-def _parse_bytes(label: str, raw: Any) -> int:
-    if isinstance(raw, int) and not isinstance(raw, bool) and raw >= 0:
-        return raw
-    if isinstance(raw, str):
-        text = raw.strip()
-        for unit, factor in reversed(_UNITS.items()):
-            number = text[: len(text) - len(unit)].strip()
-            if text.endswith(unit) and number.isdecimal():
-                return int(number) * factor
-    raise UsageError(f"{label} is a size such as 64MiB (KiB, MiB, GiB or bytes), not {raw!r}.")
 
 
 def _check(s: Settings) -> None:
@@ -379,15 +295,5 @@ def describe(loaded: Loaded) -> str:
             lines.append(f"# {name}: {len(value)} set ({source})")
             continue
         text = "auto" if spec.auto and value == AUTO else value
-        lines.append(f"{name} = {_toml(text)}  # {source}")
+        lines.append(f"{name} = {toml(text)}  # {source}")
     return "\n".join(lines)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (int, float)):
-        return repr(value)
-    if isinstance(value, tuple):
-        return "[" + ", ".join(_toml(v) for v in value) + "]"
-    return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from kslserve import __version__, config
 from kslserve.errors import UsageError
+from kslserve.setting import AUTO, Spec
 
 EXIT_USAGE = 2
 COMMANDS = {
@@ -109,8 +110,8 @@ def serve_parser() -> Parser:
     return parser
 
 
-def _show_default(spec: config.Spec, default: Any) -> str:
-    if spec.auto and default == config.AUTO:
+def _show_default(spec: Spec, default: Any) -> str:
+    if spec.auto and default == AUTO:
         return "auto"
     if spec.kind == "switch":
         return "on" if default else "off"

@@ -8,13 +8,14 @@ import math
 import os
 from dataclasses import dataclass
 
-from kslserve.config import AUTO, Settings
+from kslserve.config import Settings
 from kslserve.engine.budget import KV_OF, kv_problem, kv_token_bytes, ring_bytes, slot_bytes
 from kslserve.engine.budget import slab_bytes as engine_slab_bytes
 from kslserve.engine.budget import workspace_bytes as cpu_workspace_bytes
 from kslserve.engine.device_budget import RUNTIME_BYTES, device_workspace_bytes
 from kslserve.engine.model import ModelSpec, PoolSizes
 from kslserve.errors import UsageError
+from kslserve.setting import AUTO
 
 _CACHE_SLABS_MIN, _CACHE_SLABS_MAX = 2, 64
 _CACHE_SHARE = 8  # one part in so many of the free memory may be slabs of checkpoints

@@ -9,6 +9,7 @@ import pytest
 from kslserve import config
 from kslserve.cli import run, serve_parser
 from kslserve.errors import UsageError
+from kslserve.setting import AUTO
 
 
 def load(flags: dict | None = None, environ: dict | None = None, file: Path | None = None):
@@ -18,7 +19,7 @@ def load(flags: dict | None = None, environ: dict | None = None, file: Path | No
 def test_defaults_need_nothing() -> None:
     loaded = load()
     assert loaded.settings.port == 8100
-    assert loaded.settings.context == config.AUTO
+    assert loaded.settings.context == AUTO
     assert set(loaded.sources.values()) == {"default"}
 
 
@@ -51,7 +52,7 @@ def test_lists_switches_and_auto() -> None:
     assert loaded.cors_origin == ("https://a.example", "app://b")
     assert loaded.api_key == ("one", "two")
     assert loaded.test_hooks is True
-    assert loaded.kv_tokens == config.AUTO
+    assert loaded.kv_tokens == AUTO
 
 
 @pytest.mark.parametrize(

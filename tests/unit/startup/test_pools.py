@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kslserve.config import AUTO, Settings
+from kslserve.config import Settings
 from kslserve.engine.budget import slab_bytes, slot_bytes
 from kslserve.engine.model import ModelSpec
 from kslserve.errors import UsageError
+from kslserve.setting import AUTO
 from kslserve.startup.pools import (
     free_memory_bytes,
     kv_token_bytes,
