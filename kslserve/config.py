@@ -113,7 +113,10 @@ class Settings:
         AUTO, "int", "device slabs for checkpoints; auto: what memory allows", low=0, high=4096,
         auto=True,
     )  # fmt: skip
-    prefix_cache_host_bytes: int = setting(0, "bytes", "host tier of the prefix cache; 0: none")
+    prefix_cache_host_bytes: int = setting(
+        AUTO, "bytes", "host memory for checkpoints that leave a device's; 0: none; auto: on CUDA "
+        "4GiB, a quarter of what is free at most", auto=True,
+    )  # fmt: skip
     prefix_cache_dir: str = setting("", "str", "folder of the prefix cache's disk tier")
     prefix_cache_disk_bytes: int = setting(20 << 30, "bytes", "budget of the disk tier")
     speculation: str = setting(
@@ -166,9 +169,7 @@ class Settings:
         "info", "choice", "log level", choices=("debug", "info", "warning", "error")
     )
     test_hooks: bool = setting(False, "switch", "forced output and fault hooks, for tests")
-    test_bf16_dir: str = setting(
-        "", "str", "folder of the bf16 ksl-nano for its optional test", flag=False
-    )
+    test_bf16_dir: str = setting("", "str", "folder of the bf16 ksl-nano, for a test", flag=False)
 
 
 @dataclass(frozen=True, slots=True)

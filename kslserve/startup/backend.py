@@ -26,8 +26,14 @@ from kslserve.service.grammar import GrammarError, Grammars
 from kslserve.service.model import ServedModel
 from kslserve.service.turnstore import Kept, TurnStore
 from kslserve.startup.device import free_bytes, open_library, place
-from kslserve.startup.lines import describe, plan_line
-from kslserve.startup.pools import kv_format, plan_pools, trim_heap
+from kslserve.startup.lines import describe, describe_tiers, plan_line
+from kslserve.startup.pools import (
+    free_memory_bytes,
+    host_tier_bytes,
+    kv_format,
+    plan_pools,
+    trim_heap,
+)
 from kslserve.startup.speculation import leave_unused_head, spec_policy
 from kslserve.text.bare import BareTokenizer
 from kslserve.text.template import ChatTemplate, bundled
@@ -40,7 +46,8 @@ FALLBACK_TEMPLATE = "3.5"
 class Backend:
     """Everything that serving needs and that takes time to make. drafts: None for no speculation.
     disk, scan, turns, kept: the disk tier and what it holds, where there is one. idle_return_s: 0
-    where the memory is not the machine's. lines: for the start message."""
+    where the memory is not the machine's. host_bytes: of the prefix cache's host tier. lines: for
+    the start message."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -53,6 +60,7 @@ class Backend:
     turns: TurnStore | None
     kept: list[Kept]
     idle_return_s: float
+    host_bytes: int
     lines: tuple[str, ...]
 
 
@@ -99,7 +107,9 @@ def open_backend(settings: Settings, log_line: Callable[[str], None]) -> Backend
                 grammars.build()  # later it would hold up every stream for most of a second
             except GrammarError as error:
                 notes.append(str(error))
-        lines = tuple(describe(model, engine.info, served, template.version, notes, drafts))
+        host = host_tier_bytes(settings, free_memory_bytes()) if settings.prefix_cache else 0
+        lines = describe(model, engine.info, served, template.version, notes, drafts)
+        lines += describe_tiers(settings, host)
         disk = _open_disk(settings, identity, head_fingerprint(model.tensors), engine.info)
         scan, turns, kept = None, None, []
         if disk is not None:
@@ -110,7 +120,7 @@ def open_backend(settings: Settings, log_line: Callable[[str], None]) -> Backend
     trim_heap()
     return Backend(
         engine, tokenizer, template, served, grammars, drafts, disk, scan, turns, kept,
-        0.0 if settings.device == "cuda" else settings.idle_return_s, lines,
+        0.0 if settings.device == "cuda" else settings.idle_return_s, host, tuple(lines),
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ def sched_limits(settings: Settings, backend: Backend) -> SchedLimits:
     info = backend.engine.info
     cache = None
     if settings.prefix_cache:
-        cache = CachePolicy(host_bytes=settings.prefix_cache_host_bytes)
+        cache = CachePolicy(host_bytes=backend.host_bytes)
     return SchedLimits(
         max_seqs=info.slots,
         max_queue=settings.max_queue,

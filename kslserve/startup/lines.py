@@ -68,6 +68,14 @@ def plan_line(settings: Settings, spec: ModelSpec, plan: PoolPlan, weights: int,
     )
 
 
+def describe_tiers(settings: Settings, host_bytes: int) -> list[str]:
+    """Where checkpoints go that leave the engine's memory: a line, or none."""
+    tiers = [f"{size(host_bytes)} of host memory"] if host_bytes else []
+    if settings.prefix_cache and settings.prefix_cache_dir:
+        tiers.append(f"{size(settings.prefix_cache_disk_bytes)} in {settings.prefix_cache_dir}")
+    return [f"tiers     checkpoints also in {' and '.join(tiers)}"] if tiers else []
+
+
 def describe_drafts(drafts: SpecPolicy | None) -> str:
     if drafts is None:
         return "none"

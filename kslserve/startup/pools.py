@@ -19,6 +19,7 @@ from kslserve.setting import AUTO
 
 _CACHE_SLABS_MIN, _CACHE_SLABS_MAX = 2, 64
 _CACHE_SHARE = 8  # one part in so many of the free memory may be slabs of checkpoints
+_HOST_TIER = 4 << 30
 _SEQUENCES, _DEVICE_SEQUENCES = 8, 32
 _COLUMNS, _DEVICE_COLUMNS = 512, 2048
 
@@ -49,6 +50,14 @@ def cache_slabs(settings: Settings, spec: ModelSpec, free_bytes: int) -> int:
         return settings.prefix_cache_slabs
     fitting = max(free_bytes, 0) // _CACHE_SHARE // slab_bytes(settings, spec)
     return min(max(fitting, _CACHE_SLABS_MIN), _CACHE_SLABS_MAX)
+
+
+def host_tier_bytes(settings: Settings, free_bytes: int) -> int:
+    """Host memory for checkpoints. free_bytes: of the machine. A device has too little memory for
+    many; where the pools are in the machine's own, a copy there would be a second one."""
+    if settings.prefix_cache_host_bytes != AUTO:
+        return settings.prefix_cache_host_bytes
+    return min(_HOST_TIER, free_bytes // 4) if settings.device == "cuda" else 0
 
 
 def sequences(settings: Settings, spec: ModelSpec, free_bytes: int) -> int:

@@ -38,6 +38,7 @@ def test_sequences_and_waves() -> None:
     limits = sched_limits(settings, backend)
     assert limits.cache is not None
     assert limits.cache.host_bytes == 13
+    assert "tiers     checkpoints also in 13 B of host memory" in backend.lines
     assert limits == SchedLimits(
         max_seqs=3, max_queue=7, wave_columns=96, wave_target_ms=10.5, decode_gap_ms=11.5,
         queue_timeout_s=8.5, request_timeout_s=9.5, context=2048, cache=limits.cache,
@@ -61,3 +62,5 @@ def test_what_is_switched(tmp_path: Path, wanted: bool) -> None:
     assert (backend.disk is not None) is wanted
     assert (backend.engine.info.slabs > backend.engine.info.slots) is wanted
     assert (tmp_path / "cache").exists() is wanted
+    told = [line for line in backend.lines if line.startswith("tiers")]
+    assert told == [f"tiers     checkpoints also in 20.0 GiB in {tmp_path / 'cache'}"] * wanted

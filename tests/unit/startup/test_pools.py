@@ -15,6 +15,7 @@ from kslserve.errors import UsageError
 from kslserve.setting import AUTO
 from kslserve.startup.pools import (
     free_memory_bytes,
+    host_tier_bytes,
     kv_token_bytes,
     margin_bytes,
     plan_pools,
@@ -189,6 +190,17 @@ def test_slabs_for_checkpoints() -> None:
     assert slabs(prefix_cache_slabs=0) == 0
     assert slabs(8 * 30 * SLAB, context=1024) == 30
     assert slabs(8 * 25 * SLAB, prefix_cache_slabs=2, context=1024) == 2
+
+
+def test_the_host_tier() -> None:
+    def tier(device: str, free: int = PLENTY, **settings: int) -> int:
+        return host_tier_bytes(Settings(device=device, **settings), free)  # type: ignore[arg-type]
+
+    assert (tier("cpu"), tier("cuda")) == (0, 4 << 30)
+    assert tier("cuda", 8 << 30) == 2 << 30
+    for device in ("cpu", "cuda"):
+        assert tier(device, prefix_cache_host_bytes=0) == 0
+        assert tier(device, prefix_cache_host_bytes=1 << 50) == 1 << 50
 
 
 def test_a_device_is_kept_busy() -> None:
