@@ -24,6 +24,7 @@ _HEAD_BATCH = 32  # columns that the output head takes at once
 _ATTENTION_QUERIES = 256
 _TILE_KEYS = 64
 _DRAFTS_MAX = 16
+_MTP_WAITING = 64  # columns whose MTP keys and values may be made later
 _BIAS_MAX = 1024
 
 
@@ -135,7 +136,9 @@ def workspace_bytes(
     kept = min(slots * (1 + _DRAFTS_MAX), wave_columns)
     keys = _padded(spec.lin_key_heads * spec.lin_key_dim)
     floats += kept * linear_layers * (conv + heads + keys + value)  # of rows with drafts
-    floats += (wave_columns + slots) * (spec.rotary_dims if kv_layers(spec) else 0)
+    waiting = min(_MTP_WAITING, wave_columns) if spec.mtp_layers else 0
+    floats += waiting * hidden
+    floats += (wave_columns + slots + waiting) * (spec.rotary_dims if kv_layers(spec) else 0)
     group = spec.heads // spec.kv_heads
     tile = _padded(group * spec.head_dim + 2 * group)
     # Up to _ATTENTION_QUERIES query heads, of one or more columns, share a pass over a tile.

@@ -168,8 +168,26 @@ void commit_hidden(Backend *b) {
   }
 }
 
+bool is_of_blocks(const ksl_op *op) {
+  return op->kind == KSL_OP_COPY_BLOCK || op->kind == KSL_OP_SAVE_BLOCK ||
+         op->kind == KSL_OP_LOAD_BLOCK || op->kind == KSL_OP_DROP_BLOCKS;
+}
+
+// Whether blocks, or the tables that say whose they are, are read or change around the rows.
+bool touches_blocks(const Wave *wave) {
+  if (wave->n_edits) return true;
+  for (int i = 0; i < wave->n_before; i++) {
+    if (is_of_blocks(&wave->before[i])) return true;
+  }
+  for (int i = 0; i < wave->n_after; i++) {
+    if (is_of_blocks(&wave->after[i])) return true;
+  }
+  return false;
+}
+
 int cpu_run(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
   b->wave = wave;
+  if (touches_blocks(wave)) mtp_catch_up(b);
   for (int i = 0; i < wave->n_taps; i++) wave->taps[i].written = 0;
   for (int i = 0; i < wave->n_edits; i++) {
     const ksl_edit *edit = &wave->edits[i];

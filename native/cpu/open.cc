@@ -157,6 +157,9 @@ int make_scratch(Backend *b, ksl_error *error) {
   b->mixed = own_floats(b, columns * b->hidden_stride);
   b->final = own_floats(b, columns * b->hidden_stride);
   b->chain = own_floats(b, columns * b->hidden_stride);
+  b->mtp_room = b->config->wave_columns < kMtpWaiting ? b->config->wave_columns : kMtpWaiting;
+  const int waiting = spec->mtp_layers ? b->mtp_room : 0;
+  b->waiting_hidden = own_floats(b, waiting * b->hidden_stride);
   b->head_in = own_floats(b, kHeadBatch * b->hidden_stride);
   b->logits = own_floats(b, kHeadBatch * b->vocab_stride);
   b->zero_hidden = own_floats(b, b->hidden_stride);
@@ -174,10 +177,10 @@ int make_scratch(Backend *b, ksl_error *error) {
   b->partials = own_floats(b, padded(query + 2 * group) * b->partial_tiles);
   b->workers = static_cast<WorkerScratch *>(own_bytes(b, b->threads * sizeof(WorkerScratch)));
   if (!region || (!floats && (!b->quantized || !b->rounded)) || !b->x || !b->normed || !b->mixed ||
-      !b->final || !b->chain || !b->head_in || !b->logits || !b->zero_hidden || !b->rows ||
-      !b->jobs || !b->keep || !ring_scratch(b) || !b->partials || !b->workers ||
-      !make_batch(b, &b->trunk, b->config->wave_columns) ||
-      !make_batch(b, &b->drafts, b->config->slots)) {
+      !b->final || !b->chain || !b->waiting_hidden || !b->head_in || !b->logits ||
+      !b->zero_hidden || !b->rows || !b->jobs || !b->keep || !ring_scratch(b) || !b->partials ||
+      !b->workers || !make_batch(b, &b->trunk, b->config->wave_columns) ||
+      !make_batch(b, &b->drafts, b->config->slots) || !make_batch(b, &b->waiting, waiting)) {
     return no_memory(error, "the activations");
   }
   for (int i = 0; i < b->threads; i++) {

@@ -44,6 +44,24 @@ void follow_columns(Backend *b) {
   b->kv_only = false;
 }
 
+// Has the committed columns of the wave wait.
+void wait_columns(Backend *b) {
+  const Batch *trunk = b->batch;
+  Batch *waiting = &b->waiting;
+  for (int r = 0; r < b->n_rows; r++) {
+    const RowPlan *row = &b->rows[r];
+    for (int j = 0; row->n && j < row->committed; j++) {
+      const int c = row->column + j, n = waiting->n++;
+      float *hidden = b->waiting_hidden + n * b->hidden_stride;
+      memcpy(hidden, trunk->hidden[c], b->spec->hidden * sizeof(float));
+      waiting->token[n] = trunk->token[c];
+      waiting->position[n] = trunk->position[c];
+      waiting->slot[n] = trunk->slot[c];
+      waiting->hidden[n] = hidden;
+    }
+  }
+}
+
 struct DraftTask {
   Backend *b;
   const HeadJob *jobs;  // row, step
@@ -136,9 +154,11 @@ void mtp_follow(Backend *b) {
   const int layer = b->spec->layers;
   Batch *batch = b->batch;
   bool late = b->wave->n_after == 0;
+  int committed = 0;
   for (int r = 0; r < b->n_rows; r++) {
     const RowPlan *row = &b->rows[r];
     if (row->row->propose > 0) late = false;
+    if (row->n) committed += row->committed;
     for (int j = 0; j < row->n; j++) {
       const int c = row->column + j;
       if (j) {
@@ -148,7 +168,14 @@ void mtp_follow(Backend *b) {
       }
     }
   }
-  if (b->wave->n_taps && wants_tap(b, "mtp", true)) {
+  const bool tapped = b->wave->n_taps && wants_tap(b, "mtp", true);
+  if (tapped || b->waiting.n + committed > b->mtp_room) mtp_catch_up(b);
+  if (!tapped && committed <= b->mtp_room) {
+    wait_columns(b);
+    if (!late) mtp_catch_up(b);
+    return;
+  }
+  if (tapped) {
     walk(b, kListMtpInput, 0);
     walk(b, kListFull, layer);
     walk(b, kListMtpOutput, 0);
@@ -162,9 +189,22 @@ void mtp_follow(Backend *b) {
 }
 
 void mtp_finish(Backend *b) {
-  if (!b->mtp_late) return;
-  b->mtp_late = false;
+  if (b->mtp_late) {
+    b->mtp_late = false;
+    follow_columns(b);
+  }
+  if (b->waiting.n >= kMtpBatch) mtp_catch_up(b);
+}
+
+void mtp_catch_up(Backend *b) {
+  if (!b->waiting.n) return;
+  Batch *before = b->batch;
+  b->batch = &b->waiting;
+  batch_rotary(b, b->batch);
+  read_columns(b);
   follow_columns(b);
+  b->waiting.n = 0;
+  b->batch = before;
 }
 
 void mtp_propose(Backend *b) {

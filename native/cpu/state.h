@@ -13,6 +13,8 @@ namespace ksl {
 enum {
   kConvChannels = 512,  // channels of one convolution task
   kHeadBatch = 32,      // columns whose logits exist at one time
+  kMtpBatch = 16,       // columns that wait for MTP keys and values before those are made
+  kMtpWaiting = 64,     // and most that can wait
   kConvTaps = 4,
   // Of an element, in the unit of parallel(): a sixteenth of a cycle.
   kQuantizeCost = 12,
@@ -135,11 +137,14 @@ struct Backend {
   bool fault;     // a test asked for it
   RowPlan *rows;  // [slots]
   int n_rows;
-  Batch trunk;    // the wave's columns
-  Batch drafts;   // one column per drafting row
-  Batch *batch;   // which of them runs
-  bool kv_only;   // attention stages stop at keys and values
+  Batch trunk;   // the wave's columns
+  Batch drafts;  // one column per drafting row
+  Batch
+      waiting;   // committed columns, of this wave and others, that have no MTP keys and values yet
+  Batch *batch;  // which of them runs
+  bool kv_only;  // attention stages stop at keys and values
   bool mtp_late;  // mtp_in has what the MTP layer is to be given of the last wave's columns
+  int mtp_room;   // columns that can wait: kMtpWaiting, or all that a wave can have
   HeadJob *jobs;  // [wave_columns]
 
   // activation arena; x_stride etc. are multiples of 16
@@ -155,6 +160,7 @@ struct Backend {
   RoundedBlock *rounded;      // the same where weights are bf16
   float *mtp_in;              // [columns][2 * hidden]
   float *chain;               // [columns][hidden], post-norm MTP hidden
+  float *waiting_hidden;      // [kMtpWaiting][hidden], of columns that wait
   float *head_in;             // [kHeadBatch][hidden]
   float *logits;              // [kHeadBatch][vocab]
   float *partials;            // attention tiles of few columns over many keys
@@ -285,9 +291,12 @@ void stage_mtp_input(void *context, int layer);
 void stage_mtp_norm(void *context, int layer);
 void stage_mtp_head(void *context, int layer);
 // MTP keys and values of the wave's columns, or the whole layer where a tap asks for it. Before the
-// hidden states of slabs move on. Where nothing in this wave reads them, mtp_finish makes them.
+// hidden states of slabs move on. Where nothing in this wave reads them, a prompt's are made by
+// mtp_finish, and a few columns wait until there are some more.
 void mtp_follow(Backend *b);
 void mtp_finish(Backend *b);
+// Those of all columns that wait. Before anything reads them, or their blocks change hands.
+void mtp_catch_up(Backend *b);
 // Drafts for the rows that ask for them.
 void mtp_propose(Backend *b);
 

@@ -104,6 +104,79 @@ def test_own_drafts(engines: Engines, isa: str, kv: str, sampling: SamplingParam
     assert plain.images() == spec.images()
 
 
+@each_path
+@settings(max_examples=15, deadline=None)
+@given(
+    waves=st.lists(
+        st.lists(st.tuples(st.booleans(), st.integers(0, 16), st.integers(0, 2)), min_size=3,
+                 max_size=3),
+        min_size=1, max_size=12,
+    )
+)  # fmt: skip
+def test_mtp_keys_may_wait(
+    engines: Engines, isa: str, waves: list[list[tuple[bool, int, int]]]
+) -> None:
+    """Those of a few columns are made some waves later, together: drafts and state are as if they
+    had been made at once, whoever had rows beside them."""
+    driver = engines.get(isa, "bf16")
+    expected = plain_ids(driver, GREEDY)
+    streams = [prompted(driver, slot, GREEDY)[0] for slot in range(3)]
+    said: list[list[int]] = [[], [], []]
+    for wave in waves:
+        rows, taking = [], []
+        for stream, (runs, right, wrong) in zip(streams, wave, strict=True):
+            out = said[stream.slot]
+            known = expected[len(out) : len(out) + right]
+            if not runs or len(out) + 20 > len(expected):
+                continue
+            drafts = (known + [(t + 1) % 199 for t in expected[:wrong]])[:16]
+            first = out[-1] if out else int(IDS[29])
+            draft = Draft.GIVEN if drafts else Draft.NONE
+            rows.append(stream.row(RowKind.VERIFY, [first, *drafts], draft=draft))
+            taking.append(stream)
+        for stream, done in zip(taking, driver.wave(rows).rows if rows else (), strict=True):
+            stream.position = done.position
+            said[stream.slot] += done.tokens
+    for stream, out in zip(streams, said, strict=True):
+        assert out == expected[: len(out)]
+        ids = [int(t) for t in IDS[:30]] + out
+        images = stream.images()
+        again = driver.begin(3, sampling=GREEDY, prompt_ids=IDS[:30])
+        prompt = again.row(RowKind.PREFILL, ids[:-1])
+        # Behind rows that an operation follows, nothing waits.
+        driver.wave([prompt], after=[StateOp(OpKind.COPY_SLAB, 8, 9)])
+        again.position = len(ids) - 1
+        assert images == again.images()
+        rows = [s.row(RowKind.LAST, ids[-1:], propose=5) for s in (stream, again)]
+        one, other = (driver.wave([row]).rows[0] for row in rows)
+        assert one.tokens == other.tokens == expected[len(out) : len(out) + 1]
+        assert one.drafts == other.drafts
+
+
+@each_path
+def test_mtp_keys_that_wait_are_in_shared_blocks(engines: Engines, isa: str) -> None:
+    """Another sequence takes over blocks whose last positions wait."""
+    driver = engines.get(isa, "bf16")
+    first, token = prompted(driver, 0, GREEDY)
+    out = [first.last([token]), *first.decode(3)]
+    # Two blocks are full; a copy of the third is taken when there is more in it.
+    second = driver.begin(2, sampling=GREEDY, prompt_ids=IDS[:30], first_block=80)
+    second.share(first.blocks[:2])
+    out += first.decode(5)
+    copies = [
+        StateOp(OpKind.COPY_SLAB, first.slab, second.slab),
+        StateOp(OpKind.COPY_BLOCK, first.blocks[2], second.blocks[2]),
+    ]
+    driver.wave(before=copies)
+    second.position = first.position
+    follow, _ = prompted(driver, 1, GREEDY)
+    ids = [*(int(t) for t in IDS[:30]), *out]
+    follow.prefill(np.array(ids[29:-1], np.int32))
+    wanted = follow.run(follow.row(RowKind.LAST, ids[-1:], propose=4)).rows[0].drafts
+    row = second.run(second.row(RowKind.LAST, ids[-1:], propose=4)).rows[0]
+    assert row.drafts == wanted
+
+
 def test_rows_that_draft_beside_each_other(tiny: Driver) -> None:
     """Five rows draft to different depths in one wave, and verify in one: as alone."""
 
