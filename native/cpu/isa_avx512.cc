@@ -15,14 +15,23 @@
 namespace ksl {
 
 extern const Kernels kernels_avx512 = {
-    "avx512",   gemm,
-    quantize,   gemm_int,
-    rmsnorm,    l2norm,
-    gated_norm, add,
-    silu_mul,   sigmoid_mul,
-    conv_silu,  rope,
-    delta_scan, delta_replay,
-    delta_step, {"float", attn_query, attn_tile, attn_combine, attn_finish},
+    "avx512",
+    gemm,
+    quantize,
+    gemm_int,
+    rmsnorm,
+    l2norm,
+    gated_norm,
+    add,
+    silu_mul,
+    sigmoid_mul,
+    conv_silu,
+    conv_step,
+    rope,
+    delta_scan,
+    delta_replay,
+    delta_step,
+    {"float", attn_query, attn_tile, attn_combine, attn_finish},
 };
 
 }  // namespace ksl

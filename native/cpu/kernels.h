@@ -95,6 +95,10 @@ struct Kernels {
   // column j - 3 positions before the current one (window[3] is current).
   void (*conv_silu)(const float *const window[4], const float *taps, size_t stride, int n,
                     float *out);
+  // The same for one column x that the history then ends with: its three rows, `stride` apart, move
+  // on by one. next: null, or the history that the caller takes next; it is fetched meanwhile.
+  void (*conv_step)(const float *x, const float *taps, size_t stride, int n, float *history,
+                    const float *next, float *out);
   // x [head_dim]: rotates the first 2 * half dims, pairs (j, j + half), with cos/sin [half].
   void (*rope)(float *x, const float *cos, const float *sin, int half);
 

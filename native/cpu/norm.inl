@@ -64,6 +64,24 @@ static void conv_silu(const float *const window[4], const float *taps, size_t st
   });
 }
 
+static void conv_step(const float *x, const float *taps, size_t stride, int n, float *history,
+                      const float *next, float *out) {
+  each_vector(n, [&](int i, auto load, auto store) {
+    float *row[3] = {history + i, history + stride + i, history + 2 * stride + i};
+    const V first = load(row[0]), second = load(row[1]), third = load(row[2]), last = load(x + i);
+    if (next)
+      for (int j = 0; j < 3; j++) __builtin_prefetch(next + j * stride + i, 1, 2);
+    V sum = v_mul(load(taps + i), first);
+    sum = v_fma(load(taps + stride + i), second, sum);
+    sum = v_fma(load(taps + 2 * stride + i), third, sum);
+    sum = v_fma(load(taps + 3 * stride + i), last, sum);
+    store(out + i, v_silu(sum));
+    store(row[0], second);
+    store(row[1], third);
+    store(row[2], last);
+  });
+}
+
 static void rope(float *x, const float *cos, const float *sin, int half) {
   each_vector(half, [&](int i, auto load, auto store) {
     const V a = load(x + i), b = load(x + half + i), c = load(cos + i), s = load(sin + i);

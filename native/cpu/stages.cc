@@ -1,4 +1,5 @@
-// The stage table of the CPU backend (every stage unfused) and the taps between stages.
+// The stage table of the CPU backend and the taps between stages. A span of two stages leaves what
+// both make.
 #include <string.h>
 
 #include "state.h"
@@ -9,25 +10,24 @@ namespace {
 
 const StageSpan kInputSpans[] = {{0, 0, stage_embed}};
 const StageSpan kLinearSpans[] = {
-    {0, 0, stage_in_norm},        {1, 1, stage_gdn_project},   {2, 2, stage_gdn_conv},
-    {3, 3, stage_gdn_unit},       {4, 4, stage_gdn_gates},     {5, 5, stage_gdn_scan},
-    {6, 6, stage_gdn_gated_norm}, {7, 7, stage_gdn_out},       {8, 8, stage_mixer_add},
-    {9, 9, stage_post_norm},      {10, 10, stage_mlp_project}, {11, 11, stage_mlp_act},
-    {12, 12, stage_mlp_down},     {13, 13, stage_mlp_add},
+    {0, 0, stage_in_norm},        {1, 1, stage_gdn_project}, {2, 2, stage_gdn_conv},
+    {3, 3, stage_gdn_unit},       {4, 4, stage_gdn_gates},   {5, 5, stage_gdn_scan},
+    {6, 6, stage_gdn_gated_norm}, {7, 7, stage_gdn_out},     {8, 9, stage_mixer_join},
+    {10, 10, stage_mlp_project},  {11, 11, stage_mlp_act},   {12, 12, stage_mlp_down},
+    {13, 13, stage_mlp_add},
 };
 const StageSpan kFullSpans[] = {
-    {0, 0, stage_in_norm},     {1, 1, stage_attn_project}, {2, 2, stage_attn_heads},
-    {3, 3, stage_attn_store},  {4, 4, stage_attn_core},    {5, 5, stage_attn_gate},
-    {6, 6, stage_attn_out},    {7, 7, stage_mixer_add},    {8, 8, stage_post_norm},
-    {9, 9, stage_mlp_project}, {10, 10, stage_mlp_act},    {11, 11, stage_mlp_down},
-    {12, 12, stage_mlp_add},
+    {0, 0, stage_in_norm},    {1, 1, stage_attn_project}, {2, 2, stage_attn_heads},
+    {3, 3, stage_attn_store}, {4, 4, stage_attn_core},    {5, 5, stage_attn_gate},
+    {6, 6, stage_attn_out},   {7, 8, stage_mixer_join},   {9, 9, stage_mlp_project},
+    {10, 10, stage_mlp_act},  {11, 11, stage_mlp_down},   {12, 12, stage_mlp_add},
 };
 const StageSpan kOutputSpans[] = {{0, 0, stage_final_norm}, {1, 1, stage_head}};
 const StageSpan kMtpInputSpans[] = {{0, 0, stage_mtp_input}};
 const StageSpan kMtpOutputSpans[] = {{0, 0, stage_mtp_norm}, {1, 1, stage_mtp_head}};
 
-const StageTable kTables[kListCount] = {{kInputSpans, 1},    {kLinearSpans, 14},
-                                        {kFullSpans, 13},    {kOutputSpans, 2},
+const StageTable kTables[kListCount] = {{kInputSpans, 1},    {kLinearSpans, 13},
+                                        {kFullSpans, 12},    {kOutputSpans, 2},
                                         {kMtpInputSpans, 1}, {kMtpOutputSpans, 2}};
 
 // Copies a tap's columns out of the buffer it lives in right after its stage.
@@ -142,11 +142,17 @@ void copy_tap(Backend *b, Tap tap, int layer) {
   tap_append(b, tap, layer, data, stride, b->batch->n, segments, width, segment_stride);
 }
 
+// All taps of the span that ends with `stage`.
 void copy_taps(void *context, StageList list, int stage, int layer) {
   Backend *b = static_cast<Backend *>(context);
-  const StageInfo *info = stage_at(list, stage);
-  for (int i = 0; i < kStageOutputs && info->out[i] != kTapNone; i++) {
-    copy_tap(b, info->out[i], layer);
+  const StageTable *table = &kTables[list];
+  for (int i = 0; i < table->n; i++) {
+    if (table->spans[i].last != stage) continue;
+    for (int s = table->spans[i].first; s <= stage; s++) {
+      const StageInfo *info = stage_at(list, s);
+      for (int k = 0; k < kStageOutputs && info->out[k] != kTapNone; k++)
+        copy_tap(b, info->out[k], layer);
+    }
   }
 }
 

@@ -56,37 +56,55 @@ void convolve(const Backend *b, const LinearWeights *w, const float *columns, si
   b->kernels->conv_silu(window, w->taps + c0, channels, width, out + c0);
 }
 
+// Whether a row is one committed token, which is made in place.
+bool is_step(const RowPlan *row) {
+  return row->n == 1 && row->keep < 0 && row->n_cuts == 0;
+}
+
+// Channels [c0, c0 + width) of a row.
+void convolve_row(const Backend *b, const LayerTask *t, const RowPlan *row, int c0, int width) {
+  const int channels = b->spec->conv_channels;
+  const float *columns = b->qkv + row->column * b->conv_stride;
+  float *history = slab_history(b, row->slab, t->linear);
+  for (int j = 0; j < row->n; j++) {
+    convolve(b, t->w, columns, b->conv_stride, history, j, c0, width,
+             b->conv + (row->column + j) * b->conv_stride);
+  }
+  if (row->keep >= 0) {
+    for (int j = 0; j < row->n; j++) {
+      memcpy(kept_column(b, t->linear, row->keep + j) + c0, columns + j * b->conv_stride + c0,
+             width * sizeof(float));
+    }
+    return;
+  }
+  for (int k = 0; k < row->n_cuts; k++) {
+    push_history(columns, b->conv_stride, history, channels, row->cut_offset[k], c0, width,
+                 slab_history(b, row->cut_slab[k], t->linear));
+  }
+  push_history(columns, b->conv_stride, history, channels, row->n, c0, width, history);
+}
+
 // Items are blocks of channels; each takes all rows, so that nobody else reads the history it
 // writes. Blocks of a row follow each other, as its history lies in memory.
 void conv_task(void *context, int, int begin, int end) {
   const LayerTask *t = static_cast<const LayerTask *>(context);
   Backend *b = t->b;
   const int channels = b->spec->conv_channels;
+  const int first = begin * kConvChannels;
+  const int last = end * kConvChannels < channels ? end * kConvChannels : channels;
   for (int r = 0; r < b->n_rows; r++) {
     const RowPlan *row = &b->rows[r];
     if (!row->n) continue;
-    const float *columns = b->qkv + row->column * b->conv_stride;
-    float *history = slab_history(b, row->slab, t->linear);
-    for (int i = begin; i < end; i++) {
-      const int c0 = i * kConvChannels;
-      const int width = channels - c0 < kConvChannels ? channels - c0 : kConvChannels;
-      for (int j = 0; j < row->n; j++) {
-        convolve(b, t->w, columns, b->conv_stride, history, j, c0, width,
-                 b->conv + (row->column + j) * b->conv_stride);
-      }
-      if (row->keep >= 0) {
-        for (int j = 0; j < row->n; j++) {
-          memcpy(kept_column(b, t->linear, row->keep + j) + c0, columns + j * b->conv_stride + c0,
-                 width * sizeof(float));
-        }
-        continue;
-      }
-      for (int k = 0; k < row->n_cuts; k++) {
-        push_history(columns, b->conv_stride, history, channels, row->cut_offset[k], c0, width,
-                     slab_history(b, row->cut_slab[k], t->linear));
-      }
-      push_history(columns, b->conv_stride, history, channels, row->n, c0, width, history);
+    if (is_step(row)) {
+      const size_t at = row->column * b->conv_stride + first;
+      const float *next =
+          r + 1 < b->n_rows ? slab_history(b, b->rows[r + 1].slab, t->linear) + first : nullptr;
+      b->kernels->conv_step(b->qkv + at, t->w->taps + first, channels, last - first,
+                            slab_history(b, row->slab, t->linear) + first, next, b->conv + at);
+      continue;
     }
+    for (int c0 = first; c0 < last; c0 += kConvChannels)
+      convolve_row(b, t, row, c0, last - c0 < kConvChannels ? last - c0 : kConvChannels);
   }
 }
 
@@ -205,11 +223,6 @@ void scan_row(Backend *b, const RowPlan *row, int linear, const ScanBlock *block
                          b->keep_floats, row->n_cuts, row->cut_offset, cut_state);
 }
 
-// Whether a row is one committed token, which is made in place.
-bool is_step(const RowPlan *row) {
-  return row->n == 1 && row->keep < 0 && row->n_cuts == 0;
-}
-
 // One committed token of a row, for all value columns of the block. next: the state that follows.
 void step_row(Backend *b, const RowPlan *row, int linear, const ScanBlock *block,
               const float *next) {
@@ -257,6 +270,7 @@ void scan_task(void *context, int, int begin, int end) {
 struct NormTask {
   const Backend *b;
   const float *gain;
+  const Rounding *rounding;
 };
 
 void gated_norm_task(void *context, int, int begin, int end) {
@@ -269,6 +283,7 @@ void gated_norm_task(void *context, int, int begin, int end) {
       b->kernels->gated_norm(b->core + at + h * dv, t->gain, b->z + at + h * dv, dv,
                              b->spec->norm_eps, b->gated + at + h * dv);
     }
+    round_column(t->rounding, b->gated + at, c);
   }
 }
 
@@ -341,9 +356,12 @@ void stage_gdn_scan(void *context, int layer) {
 
 void stage_gdn_gated_norm(void *context, int layer) {
   Backend *b = static_cast<Backend *>(context);
-  NormTask task = {b, b->layers[layer].linear.norm};
-  parallel(b, b->batch->n, static_cast<int64_t>(b->batch->n) * b->spec->v_width * kGateCost,
-           gated_norm_task, &task);
+  const LinearWeights *w = &b->layers[layer].linear;
+  const Matrix *const reader = &w->out;
+  const Rounding rounding = begin_rounding(b, b->gated, b->batch->n, &reader, 1);
+  NormTask task = {b, w->norm, &rounding};
+  const int64_t cost = static_cast<int64_t>(b->batch->n) * b->spec->v_width * kGateCost;
+  parallel(b, b->batch->n, cost + rounding_cost(&rounding), gated_norm_task, &task);
 }
 
 void stage_gdn_out(void *context, int layer) {

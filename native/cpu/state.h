@@ -17,7 +17,7 @@ enum {
   kMtpWaiting = 64,     // and most that can wait
   kConvTaps = 4,
   // Of an element, in the unit of parallel(): a sixteenth of a cycle.
-  kQuantizeCost = 12,
+  kRoundCost = 4,
   kGateCost = 24,
   kConvCost = 48,
   kHistory = kConvTaps - 1,
@@ -156,14 +156,15 @@ struct Backend {
   float *gate_a, *gate_b, *g, *decay, *beta;  // [columns][value heads]
   float *query_gate, *k, *v, *q, *o;
   float *mlp_gate, *mlp_up;
-  QuantizedBlock *quantized;  // the input of a product; null: floats only
-  RoundedBlock *rounded;      // the same where weights are bf16
-  float *mtp_in;              // [columns][2 * hidden]
-  float *chain;               // [columns][hidden], post-norm MTP hidden
-  float *waiting_hidden;      // [kMtpWaiting][hidden], of columns that wait
-  float *head_in;             // [kHeadBatch][hidden]
-  float *logits;              // [kHeadBatch][vocab]
-  float *partials;            // attention tiles of few columns over many keys
+  QuantizedBlock *quantized;   // the input of a product; null: floats only
+  RoundedBlock *rounded;       // the same where weights are bf16
+  const float *rounded_input;  // whose columns they hold already; null: nobody's
+  float *mtp_in;               // [columns][2 * hidden]
+  float *chain;                // [columns][hidden], post-norm MTP hidden
+  float *waiting_hidden;       // [kMtpWaiting][hidden], of columns that wait
+  float *head_in;              // [kHeadBatch][hidden]
+  float *logits;               // [kHeadBatch][vocab]
+  float *partials;             // attention tiles of few columns over many keys
   int partial_tiles;
   float *zero_hidden;  // [hidden]
   // kept from VERIFY rows: [linear layers][keep_columns][keep_floats]: pre-conv column, decays,
@@ -190,7 +191,23 @@ int load_weights(Backend *b, const TensorTable *tensors, ksl_error *error);
 // the caller, since waking a worker costs more. Pieces are multiples of `grain`.
 void parallel(Backend *b, int n, int64_t cost, PoolTask task, void *context, int grain = 1);
 
+// ---- product.cc
+
+// The rounding of an input's columns for the products that read it, by whoever makes them: a column
+// is rounded while it is in the first level.
+struct Rounding {
+  const Backend *b;
+  int width, columns;
+  bool to_int8, to_bf16;  // forms that one of the matrices takes; neither: nothing is to be done
+};
+// The next product is that of `x` with some of `matrices`; it finds its input rounded.
+Rounding begin_rounding(Backend *b, const float *x, int columns, const Matrix *const *matrices,
+                        int n_matrices);
+void round_column(const Rounding *rounding, const float *x, int column);
+int64_t rounding_cost(const Rounding *rounding);
+
 // y = x Wᵀ for up to four matrices that read the same input.
+enum { kMaxProjections = 4 };
 struct Projection {
   const Matrix *w;
   float *y;
@@ -199,8 +216,10 @@ struct Projection {
 void project(Backend *b, const Projection *projections, int n_projections, const float *x,
              size_t x_stride, int columns);
 
-// out[c] = rms(x[c]) * gain for all columns of the batch.
-void norm_columns(Backend *b, const float *x, const float *gain, float *out, int columns);
+// ---- stages_embed.cc
+
+// out[c] = rms(x[c]) * gain.
+void norm_columns(Backend *b, float *x, const float *gain, float *out, int columns);
 
 // ---- positions
 
@@ -254,7 +273,8 @@ void ring_commit_kept(Backend *b);
 
 void stage_embed(void *context, int layer);
 void stage_in_norm(void *context, int layer);
-void stage_mixer_add(void *context, int layer);
+// mixer_add and post_norm
+void stage_mixer_join(void *context, int layer);
 
 void stage_gdn_project(void *context, int layer);
 void stage_gdn_conv(void *context, int layer);
@@ -273,7 +293,6 @@ void stage_attn_core(void *context, int layer);
 void stage_attn_gate(void *context, int layer);
 void stage_attn_out(void *context, int layer);
 
-void stage_post_norm(void *context, int layer);
 void stage_mlp_project(void *context, int layer);
 void stage_mlp_act(void *context, int layer);
 void stage_mlp_down(void *context, int layer);

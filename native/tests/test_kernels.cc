@@ -554,6 +554,15 @@ void test_norms(const Kernels &k, int n) {
     for (int j = 0; j < 4; j++) sum += (double)taps[j * stride + i] * window[j][i];
     close_to(out[i], sum * sigmoid(sum), 1, "conv_silu", n, i);
   }
+  Floats moved(3 * stride, guard), stepped(n + 1, guard);
+  for (int j = 0; j < 3; j++) memcpy(&moved[j * stride], window[j], sizeof(float) * (size_t)n);
+  k.conv_step(window[3], taps.data(), stride, n, moved.data(), n % 2 ? window[0] : nullptr,
+              stepped.data());
+  check(same_bits(stepped.data(), out.data(), (size_t)n + 1), "conv_step of %d differs", n);
+  for (int j = 0; j < 3; j++)
+    check(same_bits(&moved[j * stride], window[j + 1], (size_t)n) &&
+              moved[j * stride + (size_t)n] == guard,
+          "conv_step of %d: history %d", n, j);
   check(out[n] == guard && y[n] == guard, "an element-wise kernel of %d wrote behind its end", n);
   // In place gives the same bits.
   Floats a(n), b(x);
