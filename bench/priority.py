@@ -2,13 +2,13 @@
 by nice value of the engine threads and number of busy processes at nice 0.
 
     python -m bench.priority [--model ksl-nano] [--streams 8] [--nice 0,5,10,15,19]
-                             [--rivals 0,1,2] [--seconds 2] [--same-session] [--save]
+                             [--rivals 0,1,2] [--seconds 2] [--save]
 
 Every token of a wave becomes an event of 200 bytes written to a socket by the loop that the engine
-wakes, so `p99_us` is that of an event from engine to socket under full load. Rivals loop forever,
-as a compiler would for a while. They run in a session of their own, as those of another terminal
-do: where the kernel groups processes by session (`autogroup` 1), nice values count only inside a
-group.
+wakes, so `p99_us` is that of an event from engine to socket under full load; its target is 1 ms.
+Rivals loop forever, as a compiler would for a while: in a session of their own, as in another
+terminal, or in ours (`beside`). Where the kernel groups processes by session (`autogroup` 1), nice
+values count only inside a group; where it does not, all rivals are like those in ours.
 """
 
 from __future__ import annotations
@@ -129,14 +129,16 @@ async def measure(args: argparse.Namespace, report: Report) -> None:
                 model.spec, model.tensors, pools, kv_format="bf16", nice=nice
             )
         work = Load(engine, args.streams)
-        for count in map(int, args.rivals.split(",")):
-            with rivals(count, args.same_session):
+        counts = [int(count) for count in args.rivals.split(",")]
+        for count, beside in [(n, same) for n in counts for same in (False, True)[: 1 + bool(n)]]:
+            with rivals(count, beside):
                 await work.run(0.3)
                 rate = await work.run(args.seconds)
             late = sorted(work.late)
             report.add(
-                f"nice_{nice}_rivals_{count}", tok_s=rate, p50_us=late[len(late) // 2],
-                p99_us=late[len(late) * 99 // 100], most_us=late[-1],
+                f"nice_{nice}_rivals_{count}" + "_beside" * beside, tok_s=rate,
+                p50_us=late[len(late) // 2], p99_us=late[len(late) * 99 // 100], most_us=late[-1],
+                of="1 ms at p99",
             )  # fmt: skip
         work.close()
 
@@ -148,11 +150,10 @@ def main() -> None:
     parser.add_argument("--nice", default="0,5,10,15,19")
     parser.add_argument("--rivals", default="0,1,2")
     parser.add_argument("--seconds", type=float, default=2.0)
-    parser.add_argument("--same-session", action="store_true")
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
     report = Report("priority")
-    report.add("machine", autogroup=autogroup(), same_session=args.same_session)
+    report.add("machine", autogroup=autogroup())
     new_loop().run_until_complete(measure(args, report))
     report.write(args.save)
 
