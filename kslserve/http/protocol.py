@@ -1,9 +1,7 @@
 """One connection: requests in, replies out, one at a time and in order.
 
 States: idle (no byte of a request), receiving (head or body), answering (a reply is open), ending
-(the last response is sent; input is discarded). While answering, further bytes are held in a small
-backlog instead of leaving them in the system's buffer, because reading is what tells that a client
-left; only a client that sends more than `backlog_bytes` ahead is paused.
+(the last response is sent; input is discarded). While answering, further bytes are held (backlog).
 
 End of input. A client that ends its sending side before its request is complete, or once the
 response has started, is taken to have left. In between it may be a client that only half-closed (as
@@ -17,7 +15,8 @@ from __future__ import annotations
 import asyncio
 from typing import cast
 
-from kslserve.errors import BodyTooLarge, KslError, QueueFull, RequestTimeout
+from kslserve.errors import KslError, RequestTimeout
+from kslserve.http.backlog import Backlog
 from kslserve.http.flow import Deadline, PeerProbe, WriteFlow
 from kslserve.http.message import CONTINUE, Handler, Reply, Request, Response
 from kslserve.http.reader import RequestReader
@@ -36,15 +35,12 @@ class Connection(asyncio.Protocol):
         self.paused = False  # between pause_writing and resume_writing
         self._peer = ""
         self._local = ""
-        self._backlog = b""
-        self._at = 0  # offset of the first unread byte of the backlog
+        self._input = Backlog(shared.limits.backlog_bytes)
         self._reply: Reply | None = None
         self._verdict: Handler | Response | KslError | None = None
         self._probe: PeerProbe | None = None
         self._timed_head = False
         self._pumping = False
-        self._input_paused = False
-        self._input_ended = False
         self._ending = False
 
     # Events of the transport.
@@ -53,6 +49,7 @@ class Connection(asyncio.Protocol):
         transport = cast(asyncio.Transport, transport)  # uvloop's is none by class
         shared = self._shared
         self._transport = transport
+        self._input.attach(transport)
         self._out = WriteFlow(
             shared.loop, transport, shared.limits.write_timeout_s, self._on_stuck_reader
         )
@@ -74,29 +71,25 @@ class Connection(asyncio.Protocol):
         self._shared.open_gauge.dec()
         self._deadline.close()
         self._out.close()
-        self._backlog = b""
+        self._input.clear()
         self._reader.reset()
         self._lose_client()
 
     def data_received(self, data: bytes) -> None:
         if self._ending:
             return
-        if self._at < len(self._backlog):
-            self._backlog = self._backlog[self._at :] + data
-        else:
-            self._backlog = data
-        self._at = 0
+        self._input.add(data)
         self._pump()
 
     def eof_received(self) -> bool:
         """Whether the transport stays open for writing."""
-        self._input_ended = True
+        self._input.ended = True
         reply = self._reply
         if self._ending:
             return False
         if reply is None:
             # Requests may be waiting for a slow reader of the response before them.
-            return self._at < len(self._backlog)
+            return self._input.held > 0
         if reply.started or not self._start_probe():
             self._lose_client()
             return False
@@ -132,7 +125,7 @@ class Connection(asyncio.Protocol):
         try:
             while (
                 self._reply is None
-                and self._at < len(self._backlog)
+                and self._input.held
                 and not self._ending
                 and not self.paused
                 and not self._transport.is_closing()
@@ -144,14 +137,14 @@ class Connection(asyncio.Protocol):
 
     def _read(self) -> None:
         """Consume the backlog up to the end of one request, and answer it when it is complete."""
-        reader = self._reader
+        reader, held = self._reader, self._input
         try:
             if reader.request is None:
-                self._at = reader.feed_head(self._backlog, self._at)
+                held.at = reader.feed_head(held.data, held.at)
                 if reader.request is not None:
                     self._on_head(reader.request)
             if reader.request is not None:
-                self._at = reader.feed_body(self._backlog, self._at)
+                held.at = reader.feed_body(held.data, held.at)
                 if reader.complete:
                     self._on_request()
         except KslError as error:
@@ -165,18 +158,12 @@ class Connection(asyncio.Protocol):
         request.local = self._local
         awaits_continue = (
             not reader.complete
-            and self._at == len(self._backlog)
+            and not self._input.held
             and request.headers.get("expect", "").lower() == "100-continue"
         )
         too_large = reader.length is not None and reader.length > shared.limits.body_bytes
         try:
-            self._verdict = shared.router.resolve(request)
-            if too_large:
-                raise BodyTooLarge(f"The body is over {shared.limits.body_bytes} bytes.")
-            if request.method == "POST" and 0 < shared.limits.max_requests <= shared.busy:
-                raise QueueFull(
-                    "The server is answering as many requests as it takes.", retry_after_s=1
-                )
+            self._verdict = shared.judge(request, too_large)
         except KslError as error:
             if too_large or awaits_continue:
                 raise
@@ -202,7 +189,7 @@ class Connection(asyncio.Protocol):
         else:
             assert verdict is not None
             shared.spawn(verdict, request, reply)
-            if self._input_ended and not self._start_probe():
+            if self._input.ended and not self._start_probe():
                 self.abort()
 
     def _refuse(self, error: KslError) -> None:
@@ -215,11 +202,8 @@ class Connection(asyncio.Protocol):
         if self._ending or self._transport.is_closing():
             return
         limits = self._shared.limits
-        held = len(self._backlog) - self._at
-        if not held:
-            self._backlog, self._at = b"", 0
-        if self._reply is None and not held:
-            if self._input_ended:
+        if self._reply is None and not self._input.held:
+            if self._input.ended:
                 self._end()
                 return
             if self._reader.idle:
@@ -229,12 +213,7 @@ class Connection(asyncio.Protocol):
             elif not self._timed_head:
                 self._timed_head = True
                 self._deadline.set(limits.io_timeout_s)
-        if not self._input_ended and self._input_paused != (held > limits.backlog_bytes):
-            self._input_paused = not self._input_paused
-            if self._input_paused:
-                self._transport.pause_reading()
-            else:
-                self._transport.resume_reading()
+        self._input.balance()
 
     # Answering: the side that replies use (message.Outlet).
 
@@ -301,14 +280,13 @@ class Connection(asyncio.Protocol):
         while, because closing with unread input makes the system drop what the client has not read
         yet."""
         self._ending = True
-        self._backlog = b""
+        self._input.clear()
         self._reader.reset()
         if self._transport.is_closing():
             return
-        if self._input_paused and not self._input_ended:
-            self._transport.resume_reading()
+        self._input.resume()
         self._out.watch()
-        linger = linger and self._shared.limits.linger_s > 0 and not self._input_ended
+        linger = linger and self._shared.limits.linger_s > 0 and not self._input.ended
         if linger and self._transport.can_write_eof():
             self._deadline.set(self._shared.limits.linger_s)
             try:

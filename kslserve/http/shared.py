@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from email.utils import formatdate
 from typing import Protocol
 
-from kslserve.errors import KslError
+from kslserve.errors import BodyTooLarge, KslError, QueueFull
 from kslserve.http.flow import HttpLimits
 from kslserve.http.message import Handler, Reply, Request, Response
 from kslserve.http.router import Router, plain_error
@@ -53,6 +53,19 @@ class Shared:
             self._date_s = now
             self._date_line = b"date: %b\r\n" % formatdate(now, usegmt=True).encode()
         return self._date_line
+
+    def judge(self, request: Request, too_large: bool) -> Handler | Response:
+        """Who answers a request, of which only the head is there, or what does. Raises KslError for
+        one that is refused."""
+        limits = self.limits
+        verdict = self.router.resolve(request)
+        if too_large:
+            raise BodyTooLarge(f"The body is over {limits.body_bytes} bytes.")
+        if request.method == "POST" and 0 < limits.max_requests <= self.busy:
+            raise QueueFull(
+                "The server is answering as many requests as it takes.", retry_after_s=1
+            )
+        return verdict
 
     def spawn(self, handler: Handler, request: Request, reply: Reply) -> None:
         """Run a handler as a task of its own."""
