@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kslserve.engine import codecs
 from kslserve.engine.codecs import (
     ENC_BF16,
     ENC_E2M3,
@@ -24,19 +23,26 @@ from kslserve.engine.codecs import (
     ENC_FP8,
     F32,
     SCALE_BLOCK,
-    U8,
 )
 from kslserve.engine.model import TensorArg
 from kslserve.ksl import ksl1_header as ksl1
-from kslserve.ksl import layout
+from kslserve.ksl import ksl1_records, layout
 from kslserve.ksl.files import RegularFile, fail, parse_object
 from kslserve.ksl.hf_config import FamilyConfig, read_config
-from kslserve.ksl.ksl1_header import Header, Record
+from kslserve.ksl.ksl1_header import Header
+from kslserve.ksl.ksl1_records import Record
+from kslserve.ksl.ksl1_scales import (
+    FINE,
+    coarser,
+    e4m3_of_e2m3,
+    exponents,
+    multiply,
+    unpack,
+    wide_encoding,
+)
 from kslserve.ksl.ksl1_tiles import from_tiles
 from kslserve.ksl.model import Source
 
-FINE = 32  # columns of a scale in the finer grid
-BF16_EXACT = 2.0**100  # scales up to this, and from its inverse, keep every product exact in bf16
 _VECTOR_ENCODINGS = {"nq": ENC_BF16, "f32": ENC_F32}
 
 
@@ -77,7 +83,7 @@ def family_of(header: Header, where: str) -> FamilyConfig:
 def payload_sizes(header: Header, family: FamilyConfig, size: int) -> tuple[int, int]:
     """Bytes after the header that the header promises (with a scale per 128 columns), and that a
     file of `size` bytes has."""
-    items = ksl1.records(family.spec, family.tied, header.has_mtp_section)
+    items = ksl1_records.records(family.spec, family.tied, header.has_mtp_section)
     return sum(item.size(header.flags) for item in items), size - header.header_bytes
 
 
@@ -172,8 +178,8 @@ def _walk(file: RegularFile, header: Header, family: FamilyConfig) -> dict[str, 
     """Every tensor's place; ModelFileError when one does not lie in the file or does not end it."""
     places: dict[str, _Place] = {}
     position = header.header_bytes
-    for record in ksl1.records(family.spec, family.tied, header.has_mtp_section):
-        ksl1.check_tiles(record, file.where)
+    for record in ksl1_records.records(family.spec, family.tied, header.has_mtp_section):
+        ksl1_records.check_tiles(record, file.where)
         if record.kind == "q":
             place = _matrix(file, header.flags, record, position)
         else:
@@ -236,13 +242,13 @@ def _matrix(file: RegularFile, flags: int, record: Record, position: int) -> _Pl
     grid = flat.reshape(found).astype(np.float32)
     size = record.size(flags, found[1])
     if found != coarse:
-        joined = _coarser(grid, coarse)
+        joined = coarser(grid, coarse)
         if joined is None:
-            return _Place(record, start, size, _wide(grid), grid, fine=True)
+            return _Place(record, start, size, wide_encoding(grid), grid, fine=True)
         grid = joined
     if not flags & ksl1.FLAG_E2M3:
         return _Place(record, start, size, ENC_FP8, grid)
-    powers = _exponents(grid)
+    powers = exponents(grid)
     if powers is None:
         return _Place(record, start, size, ENC_FP8, grid)
     return _Place(record, start, size, ENC_E2M3, powers)
@@ -259,48 +265,9 @@ def _check_scales(scales: F32, where: str, label: str, start: int) -> None:
         )
 
 
-def _coarser(grid: F32, shape: tuple[int, int]) -> F32 | None:
-    """The grid of one scale per 128 columns that says the same; None when there is none."""
-    group = SCALE_BLOCK // FINE
-    wide = np.repeat(grid[:, ::group], group, axis=1)[:, : grid.shape[1]]
-    return np.ascontiguousarray(grid[:, ::group]) if (wide == grid).all() else None
-
-
-def _exponents(grid: F32) -> U8 | None:
-    """E8M0 bytes of scales that are powers of two from 2^-127 to 2^127; None for others."""
-    mantissa, exponent = np.frexp(grid)
-    if not (mantissa == 0.5).all() or exponent.min() < -126:
-        return None
-    return (exponent + 126).astype(np.uint8)
-
-
-def _wide(grid: F32) -> int:
-    """The encoding that holds codes times the scales of a finer grid."""
-    powers = (np.frexp(grid)[0] == 0.5).all()
-    near = grid.max() <= BF16_EXACT and grid.min() >= 1 / BF16_EXACT
-    return ENC_BF16 if powers and near else ENC_F32
-
-
-def _e4m3_of_e2m3() -> U8:
-    """The E4M3 code of each E2M3 code: [64]."""
-    codes = np.arange(64, dtype=np.uint8)
-    exponent, mantissa = codes >> 3 & 3, codes & 7
-    normal = ((exponent + 6) << 3 | mantissa).astype(np.uint8)
-    # below 1 E2M3 has no leading bit: 1/8, 1/4 + 0/8.., 1/2 + 0..3/8
-    small = np.array([0x00, 0x20, 0x28, 0x2C, 0x30, 0x32, 0x34, 0x36], np.uint8)
-    return np.where(exponent == 0, small[mantissa], normal) | (codes & 32) << 2
-
-
-def _unpack(packed: U8) -> U8:
-    """E2M3 codes, four in three bytes, as one byte each."""
-    parts = packed.reshape(-1, 3).astype(np.uint32)
-    word = parts[:, 0] | parts[:, 1] << 8 | parts[:, 2] << 16
-    return (word[:, None] >> np.array([0, 6, 12, 18], np.uint32) & 63).astype(np.uint8).reshape(-1)
-
-
 def _rows(file: RegularFile, header: Header, places: dict[str, _Place]) -> Any:
     flags = header.flags
-    wider = _e4m3_of_e2m3()
+    wider = e4m3_of_e2m3()
 
     def rows(name: str, begin: int, end: int) -> TensorArg:
         place = places[name]
@@ -314,18 +281,10 @@ def _rows(file: RegularFile, header: Header, places: dict[str, _Place]) -> Any:
         codes = from_tiles(payload, flags, end - begin, record.cols)
         scales = place.scales[begin // SCALE_BLOCK : -(-end // SCALE_BLOCK)]
         if place.encoding != ENC_E2M3 and flags & ksl1.FLAG_E2M3:
-            codes = wider[_unpack(codes)]
+            codes = wider[unpack(codes)]
         if place.fine:
-            codes = _multiply(codes, scales, end - begin, record.cols, place.encoding)
+            codes = multiply(codes, scales, end - begin, record.cols, place.encoding)
             return TensorArg(name, place.encoding, end - begin, record.cols, codes)
         return TensorArg(name, place.encoding, end - begin, record.cols, codes, scales)
 
     return rows
-
-
-def _multiply(codes: U8, scales: F32, rows: int, cols: int, encoding: int) -> U8:
-    """E4M3 codes times a scale per 32 columns, as bf16 or float32 bytes."""
-    ones = np.ones((-(-rows // SCALE_BLOCK), -(-cols // SCALE_BLOCK)), np.float32)
-    values = codecs.decode(ENC_FP8, codes, ones, None, rows, cols)
-    values *= np.repeat(np.repeat(scales, SCALE_BLOCK, 0)[:rows], FINE, 1)[:, :cols]
-    return codecs.encode(encoding, values).codes.reshape(-1)

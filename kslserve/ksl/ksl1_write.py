@@ -24,8 +24,10 @@ from kslserve.engine.codecs import (
     U8,
 )
 from kslserve.ksl import ksl1_header as ksl1
+from kslserve.ksl import ksl1_records
 from kslserve.ksl.files import fail, quote_path
-from kslserve.ksl.ksl1_header import Header, Record
+from kslserve.ksl.ksl1_header import Header
+from kslserve.ksl.ksl1_records import Record
 from kslserve.ksl.ksl1_tiles import to_tiles
 from kslserve.ksl.model import Source
 from kslserve.ksl.policy import Planned
@@ -59,12 +61,12 @@ def plan_ksl1(source: Source, *, mtp: bool = True) -> Ksl1Plan:
     notes = []
     if spec.layers > PUBLIC_LAYERS_MAX:
         notes.append(f"other readers take at most {PUBLIC_LAYERS_MAX} layers")
-    items = ksl1.records(spec, source.tied, mtp)
+    items = ksl1_records.records(spec, source.tied, mtp)
     tensors: list[Planned] = []
     starts: dict[str, int] = {}
     position, rounded = header.header_bytes, 0
     for record in items:
-        ksl1.check_tiles(record, where)
+        ksl1_records.check_tiles(record, where)
         target = _TARGET[record.kind]
         stored = source.stored[record.name].encoding
         second = stored not in _PLAIN and stored != target and record.kind == "q"

@@ -19,6 +19,7 @@ from kslserve.ksl import container, layout
 from kslserve.ksl import ksl1_header as ksl1
 from kslserve.ksl.files import RegularFile, fail, quote_path
 from kslserve.ksl.ksl1 import facts_of, family_of, payload_sizes, read_header
+from kslserve.ksl.ksl1_records import records
 from kslserve.ksl.model import CONFIG, TEXT_FILES, Source
 from kslserve.ksl.open import BUNDLED, bundled_path, open_source, signature_of
 from kslserve.ksl.synth import PREFIX
@@ -127,7 +128,7 @@ def _of_header(path: str) -> dict[str, Any] | None:
             record.rows * record.cols,
             record.size(header.flags),
         )
-        for record in ksl1.records(family.spec, family.tied, header.has_mtp_section)
+        for record in records(family.spec, family.tied, header.has_mtp_section)
     ]
     return _report(
         path=path,

@@ -14,7 +14,8 @@ from kslserve.engine.codecs import ENC_E2M3
 from kslserve.errors import ModelFileError
 from kslserve.ksl import ksl1_header as ksl1
 from kslserve.ksl.hf_config import read_config
-from kslserve.ksl.ksl1 import _e4m3_of_e2m3
+from kslserve.ksl.ksl1_records import records
+from kslserve.ksl.ksl1_scales import e4m3_of_e2m3
 from kslserve.ksl.ksl1_tiles import from_tiles, to_tiles
 from tests.unit.ksl import ksl1_reference as one
 from tests.unit.ksl import ksl_reference as reference
@@ -62,14 +63,14 @@ def test_published_codes_of_values() -> None:
 
 
 def test_fp8_holds_every_fp6_value() -> None:
-    wider = reference.signed(reference.E4M3, _e4m3_of_e2m3().astype(int), 128)
+    wider = reference.signed(reference.E4M3, e4m3_of_e2m3().astype(int), 128)
     assert wider.tolist() == reference.signed(reference.E2M3, np.arange(64), 32).tolist()
 
 
 def test_sizes_of_the_27b() -> None:
     """Every row of the published table."""
     family = read_config(json.loads(CONFIG.read_text()), "config")
-    found = ksl1.records(family.spec, family.tied, mtp=True)
+    found = records(family.spec, family.tied, mtp=True)
     sizes = {record.name: record.size(one.PRODUCTION) for record in found}
     heads = {
         record.name: (record.rows, record.cols, record.scale_rows, -(-record.cols // 128))
@@ -113,7 +114,7 @@ def test_records_follow_the_described_order(flags: int) -> None:
     model = one.Model()
     header = ksl1.parse(model.header(flags), "x")
     family = read_config(ksl1.config_of(header), "x")
-    found = ksl1.records(family.spec, family.tied, header.has_mtp_section)
+    found = records(family.spec, family.tied, header.has_mtp_section)
     kinds = {"nq": "n", "f32": "f", "q": "q"}
     assert [(r.name, kinds[r.kind], r.rows, r.cols) for r in found] == model.tensors(
         header.has_mtp_section

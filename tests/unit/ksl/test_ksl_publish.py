@@ -30,7 +30,7 @@ def test_a_full_disk_is_known_before_the_work(
     monkeypatch.setattr("os.posix_fallocate", full)
     monkeypatch.setattr("kslserve.ksl.quantize.encode_piece", work)
     for file_format in ("container", "ksl1"):
-        monkeypatch.setattr("kslserve.ksl.ksl1_header.check_tiles", lambda record, where: None)
+        monkeypatch.setattr("kslserve.ksl.ksl1_records.check_tiles", lambda record, where: None)
         with pytest.raises(ModelFileError, match=r"x\.ksl: No space left on device\.$"):
             convert(str(source), str(tmp_path / "x.ksl"), file_format=file_format)
     assert os.listdir(tmp_path) == ["m"]
