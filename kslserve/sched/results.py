@@ -16,6 +16,9 @@ from kslserve.sched.sequence import Sequence, State
 from kslserve.sched.spec.speculator import Speculator
 
 GLANCE_EVERY = 32  # waves of which one is timed while nothing is drafted
+# Of a wave: rows, columns and those of prompts; whether it moved something, and is timed for the
+# speculator; and four counts.
+Late = tuple[Done, tuple[int, int, int], bool, bool, int, int, int, int]
 
 
 class Results:
@@ -39,6 +42,7 @@ class Results:
         self._cost = cost
         self._metrics = metrics
         self._drafting = False  # some of the rows may have had drafts
+        self._late: Late | None = None  # what is not counted yet
         self._ended_ns = 0  # when the last wave ended, on the engine's clock
 
     def apply(self, done: Done) -> None:
@@ -170,17 +174,30 @@ class Results:
         return True
 
     def _measure(self, done: Done, prompt: int, sampled: int, decoding: int, spoken: int) -> None:
-        """Counts and times of the wave. prompt and sampled: tokens; decoding: rows that did, and
-        the tokens that they gave."""
-        ms = (done.ended_ns - done.started_ns) / 1e6
+        """Note what is to be counted of the wave, behind the next one where that needs no plan.
+        prompt, sampled: tokens; decoding, spoken: rows that decoded, and the tokens they gave."""
         outgoing = self._outgoing
-        if not outgoing.moves:
-            self._cost.observe(outgoing.columns, outgoing.prompt, ms - done.drafts_ns / 1e6)
-        speculator = self._speculator
-        if speculator is not None and (self._drafting or done.wave % GLANCE_EVERY == 0):
-            plain = not (outgoing.moves or outgoing.prompt)
-            since_ns = done.ended_ns - self._ended_ns
-            speculator.wave(done, since_ns, outgoing.sequences, outgoing.columns, plain)
+        columns = len(outgoing.sequences), outgoing.columns, outgoing.prompt
+        drafting = self._drafting or done.wave % GLANCE_EVERY == 0
+        self._late = done, columns, outgoing.moves, drafting, prompt, sampled, decoding, spoken
+        # A plain wave that the speculator has waited for says whether the next one may draft.
+        if not outgoing.steady or (self._drafting and not outgoing.drafting):
+            self.count()
+
+    def count(self) -> None:
+        """Counts and times of the wave that was applied last, if that is not done yet; the next one
+        may have been sent since."""
+        if self._late is None:
+            return
+        done, (rows, columns, prompts), moves, drafting, *tokens = self._late
+        self._late = None
+        ms = (done.ended_ns - done.started_ns) / 1e6
+        since_ns = done.ended_ns - self._ended_ns
+        if not moves:
+            self._cost.observe(columns, prompts, ms - done.drafts_ns / 1e6)
+        if drafting and self._speculator is not None:
+            self._speculator.wave(done, since_ns, rows, columns, not (moves or prompts))
+        prompt, sampled, decoding, spoken = tokens
         metrics = self._metrics
         metrics.wave.observe(ms / 1e3)
         metrics.waves.inc()
@@ -188,6 +205,5 @@ class Results:
         metrics.output_tokens.inc(sampled)
         if spoken:
             # Each row had its last token in the wave before.
-            gap = (done.ended_ns - self._ended_ns) / 1e9
-            metrics.gap.observe(gap * decoding / spoken, spoken)
+            metrics.gap.observe(since_ns / 1e9 * decoding / spoken, spoken)
         self._ended_ns = done.ended_ns

@@ -242,6 +242,7 @@ class Scheduler:
             flights.advance()
         if flights.count == 1 and self._limits.submit_ahead:
             flights.run_ahead()
+        self._results.count()
         roster.outbox.tell()
         if self._idle_waiters and self.idle:
             for waiter in self._idle_waiters:

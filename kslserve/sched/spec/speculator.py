@@ -29,6 +29,9 @@ from kslserve.sched.spec.policy import SpecPolicy
 
 _log = log.get("spec")
 IDLE_MS = 5.0  # a wave that came so long after the one before was not waited for
+# A plain wave with a look in front, or soon behind drafts, takes longer than where nobody drafts:
+# caches hold other things.
+SETTLED = 2
 
 
 class Speculator:
@@ -55,9 +58,12 @@ class Speculator:
         self.nap_until = 0  # id of the wave before which all drafters sleep
         self._wave = 0  # the one that was looked at last
         self._looked = 0  # the same but for waves that had to be plain
-        self._drafts = metrics.labelled(
+        drafts = metrics.labelled(
             "drafts_total", "Drafts that were verified, and those of them accepted", "kind"
         )
+        kinds = ("mtp", "mtp_accepted", "ngram", "ngram_accepted")
+        self._drafts = [drafts[kind] for kind in kinds]
+        self._round: list[tuple[Drafter, int, int, RowDone]] = []  # of the wave applied last
         self._events = metrics.labelled(
             "speculation_events_total", "Sequences that draft less from then on", "kind"
         )
@@ -165,39 +171,38 @@ class Speculator:
 
     def learn(self, sequence: Sequence, drafter: Drafter, result: RowDone) -> None:
         """What a row of the wave sampled of a sequence whose drafts are engaged."""
-        if not result.tokens and not drafter.lanes:
+        lanes, propose = len(drafter.lanes), drafter.propose
+        if not result.tokens and not lanes:
             return
-        stats = drafter.stats
-        before = stats.ngram, stats.ngram_accepted, stats.mtp, stats.mtp_accepted
+        if lanes or propose:
+            self._round.append((drafter, lanes, propose, result))
+        if lanes:
+            mtp, mtp_accepted, ngram, ngram_accepted = self._drafts
+            own, own_accepted = drafter.own, min(result.accepted, drafter.own)
+            mtp.value += own
+            mtp_accepted.value += own_accepted
+            ngram.value += lanes - own
+            ngram_accepted.value += result.accepted - own_accepted
         if drafter.learn(result):
             self._stepped(sequence, drafter)
-        if drafter.lanes:
-            kinds = self._drafts
-            kinds["ngram"].inc(stats.ngram - before[0])
-            kinds["ngram_accepted"].inc(stats.ngram_accepted - before[1])
-            kinds["mtp"].inc(stats.mtp - before[2])
-            kinds["mtp_accepted"].inc(stats.mtp_accepted - before[3])
 
-    def wave(
-        self, done: Done, since_ns: int, sequences: Items[Sequence], columns: int, plain: bool
-    ) -> None:
+    def wave(self, done: Done, since_ns: int, rows: int, columns: int, plain: bool) -> None:
         """Times of a wave. since_ns: since the end of the one before it. plain: it had no prompts
         and moved nothing."""
+        round, self._round = self._round, []
         if done.drafts_ns:
-            drafts_took(self.costs, done, sequences)
+            drafts_took(self.costs, done, round)
         idle_ns = since_ns - (done.ended_ns - done.started_ns)
-        if not plain or not sequences or idle_ns > IDLE_MS * 1e6:
+        if not plain or not rows or idle_ns > IDLE_MS * 1e6:
             return
-        rows, ms = len(sequences), (since_ns - done.drafts_ns) / 1e6
+        ms = (since_ns - done.drafts_ns) / 1e6
         costs = self.costs.of(rows)
         if columns > rows or done.drafts_ns:
             if costs.sure(rows) and (columns == rows or costs.sure(columns)):
-                charge(costs, done, sequences, columns, ms, self._wave)
+                charge(costs, done, round, rows, columns, ms, self._wave)
             if columns > rows:
                 costs.observe(columns, ms)
-        elif done.wave > self._looked + 1:
-            # One with a look in front, or behind a wave with drafts, is not what plain decode would
-            # take.
+        elif done.wave > self._looked + SETTLED:
             if done.wave < self.nap_until:
                 costs.glance(ms)
             else:
