@@ -44,11 +44,13 @@ class Choice:
         after = self._times(rows + finishing, 0) if prompt else ms
         lanes = self._choose_lanes(drafting, ms, rows, room)
         depths = self._choose_depths(drafting, after, rows + finishing)
-        for (sequence, drafter, _), n, depth in zip(drafting, lanes, depths or lanes, strict=True):
+        for candidate, n, depth in zip(drafting, lanes, depths or lanes, strict=True):
+            sequence, drafter, decodes = candidate
             if depths is None:
                 drafter.aim(n, 0, 0, wave)
-            else:
-                drafter.aim(n, depth, min(self._depth, _output_left(sequence) - 2 - n), wave)
+                continue
+            drafter.aim(n, depth, min(self._depth, _output_left(sequence) - 2 - n), wave)
+            if decodes:
                 drafter.doze(wave, self._costs.pace)
 
     def always(self, drafting: Items[Candidate], room: int, wave: int) -> None:

@@ -20,7 +20,7 @@ from kslserve.sched.spec.acceptance import (
     match_class,
     suffix_survival,
 )
-from kslserve.sched.spec.index import LONG, SuffixIndex
+from kslserve.sched.spec.index import SuffixIndex
 from kslserve.sched.spec.ladder import Ladder
 from kslserve.sched.spec.patience import Account, Patience, Trial
 
@@ -28,11 +28,9 @@ STRONG_LENGTH, STRONG = 12, 0.8  # a match that makes MTP drafts superfluous
 CATCH_UP = 1 + DRAFT_MAX  # more tokens than a wave samples say nothing of predictions
 DEEPER_EVERY = 16  # rounds after which a chain is tried one draft deeper
 ASLEEP_MAX = 64  # most waves between two looks
-# Those after the first look without prospects, and how much longer each sleep is than the one
-# before; where the text repeats itself, or did before, which GAINED accepted drafts say, it is only
-# twice as long.
-ASLEEP_FIRST, LONGER = 8, 8
-LONGER_GAINED, GAINED = 2, 8
+# A sequence that verified drafts sleeps a few waves for NEAR looks in vain, then twice as long each
+# time; others by far more, from the first time on.
+NEAR, NEAR_MAX, FAR = 6, 4, 8
 AGAIN = 32  # waves after which a chain that did not pay is weighed again
 MADE_RATE = 1 / 8  # weight of one round in the part of rounds that gave a draft
 
@@ -64,8 +62,8 @@ class Drafter:
     since nothing was worth drafting and looking costs time."""
 
     __slots__ = (
-        "_account", "_asleep", "_deeper", "_made", "_offered", "_patience", "_trial",
-        "_wait_until", "asleep_until", "chain", "held", "index", "ladder", "lanes", "matches",
+        "_account", "_deeper", "_made", "_offered", "_patience", "_trial", "_vain", "_wait_until",
+        "asleep_until", "chain", "held", "index", "ladder", "lanes", "matches",
         "own", "propose", "stats", "survival",
     )  # fmt: skip
 
@@ -88,7 +86,7 @@ class Drafter:
         self._made = 1.0  # how many of the wanted chains were not cut off at once
         self._offered: list[int] = []  # the chain, where it begins with MTP's drafts
         self._deeper = 0
-        self._asleep = ASLEEP_FIRST  # waves to sleep after the next look in vain
+        self._vain = 0  # looks since it drafted
         self._wait_until = 0
         self.asleep_until = 0
 
@@ -237,12 +235,15 @@ class Drafter:
         """It was looked at before this wave: without drafts, sleep for longer and longer, up to
         `pace` waves. Sequences that began together wake together."""
         if self.lanes or self.propose or self.held:
-            self._asleep = 1
+            self._vain = 0
             return
-        self.asleep_until = wave + 1 + min(self._asleep, pace)
-        index = self.index
-        gained = self.stats.accepted >= GAINED or (index is not None and index.length >= LONG)
-        self._asleep = min(self._asleep * (LONGER_GAINED if gained else LONGER), ASLEEP_MAX)
+        looks = self._vain
+        if self.ladder.rounds:
+            waves = min(1 << looks, NEAR_MAX) if looks < NEAR else NEAR_MAX << looks - NEAR
+        else:
+            waves = FAR ** (looks + 1)
+        self.asleep_until = wave + 1 + min(waves, pace)
+        self._vain = min(looks + 1, 2 * NEAR)
 
     def fit(self, room: int, samples: bool) -> None:
         """There are blocks for so many positions beyond those of the plain row, which samples or

@@ -12,6 +12,7 @@ TRIAL_ROUNDS = 6  # drafts of a trial
 TRIAL_MISSES = 2  # wrong ones that end it
 STAKE = 6.0  # plain waves that drafts may cost, or have to save, before that has consequences
 CREDIT = 12.0  # most of what drafts have saved that counts later
+ROUND = 4.0  # most of what one round cost that counts: that a good bet was lost once says little
 PAUSE_FIRST, PAUSE_LAST = 16, 2048  # waves
 
 
@@ -79,7 +80,7 @@ class Account:
 
     def settle(self, saved: float) -> int:
         """A wave with drafts saved so much; how many waves to draft nothing in, mostly 0."""
-        self._saved += saved
+        self._saved += max(saved, -ROUND)
         if self._saved < -STAKE:
             self._saved = 0.0
             self._patience.lost()

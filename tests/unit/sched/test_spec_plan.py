@@ -36,7 +36,7 @@ from kslserve.sched.spec.cost import (
     WaveCosts,
 )
 from kslserve.sched.spec.depth import GAIN, TRUST, choose_depths, choose_lanes
-from kslserve.sched.spec.drafter import GAINED, Drafter
+from kslserve.sched.spec.drafter import NEAR_MAX, Drafter
 from kslserve.sched.spec.ladder import ROUNDS, Ladder
 from kslserve.sched.spec.patience import PAUSE_FIRST, PAUSE_LAST, TRIAL_FIRST, Patience
 
@@ -265,12 +265,12 @@ def test_a_drafter_without_prospects_sleeps_longer_and_longer() -> None:
         drafter.doze(wave, 40)
         wave = drafter.asleep_until
     assert [b - a for a, b in itertools.pairwise(looks)][:4] == [9, 41, 41, 41]
-    # In a text that repeated itself before, less so.
-    drafter.stats.ngram_accepted = GAINED
+    # Where it drafted before, less so.
+    drafter.ladder.round(3)
     drafter.held = [1]
     drafter.doze(90, 40)
     drafter.held = []
-    for waves in (1, 2, 4, 8):
+    for waves in (1, 2, *(NEAR_MAX,) * 5, 8, 16, 32, 40, 40):
         drafter.doze(100, 40)
         assert drafter.asleep_until == 101 + waves
     drafter.held = [1]
@@ -381,6 +381,16 @@ def test_drafts_that_cost_more_than_they_save_pause() -> None:
     for _ in range(12):
         assert pause(0.5) == 0
     assert pause(-0.5) == 2 * PAUSE_FIRST
+
+
+def test_one_lost_round_suspends_nothing() -> None:
+    drafter = Drafter(Averages(MATCH_PRIOR), None, Patience(), 15)
+    drafter.settle(-10.0, 1)
+    drafter.settle(4.0, 2)
+    drafter.settle(-10.0, 3)
+    assert not drafter.asleep_until
+    drafter.settle(-10.0, 4)
+    assert drafter.asleep_until == 4 + 2 * PAUSE_FIRST
 
 
 def test_the_ladder_goes_down_only() -> None:
