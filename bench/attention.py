@@ -85,7 +85,7 @@ async def measure(args: argparse.Namespace, report: Report) -> None:
         ]
         await runner.run(wave)
         tokens = rng.integers(0, spec.vocab, args.columns).astype(np.int32)
-        token_bytes = kv_token_bytes(spec, kv)
+        token_bytes = engine.info.kv_code_bytes or kv_token_bytes(spec, kv)
 
         async def seconds(start: int, n: int, runner: Runner = runner, ids: Any = tokens) -> float:
             times = []

@@ -26,7 +26,7 @@ from bench.report import Report
 from kslserve.config import Settings
 from kslserve.engine.budget import kv_token_bytes, slot_bytes
 from kslserve.engine.codecs import encoded_bytes
-from kslserve.engine.native import NativeEngine
+from kslserve.engine.native import NativeEngine, kv_code_bytes
 from kslserve.engine.types import OpKind, Row, RowKind, StateOp
 from kslserve.ksl.open import open_model
 from kslserve.selftest.waves import Waves
@@ -81,8 +81,10 @@ async def measure(model_name: str, settings: Settings) -> dict[str, Any]:
     and after a drop of all slabs and blocks."""
     with open_model(model_name) as model:
         weights = encoded_bytes(model.tensors)
-        plan = plan_pools(settings, model.spec, free_memory_bytes() - weights)
+        codes = kv_code_bytes(model.spec, kv_format(settings))
+        plan = plan_pools(settings, model.spec, free_memory_bytes() - weights, codes)
         sizes, spec = plan.sizes, model.spec
+        token = kv_token_bytes(spec, kv_format(settings)) + codes
         forget_peak()
         before = status("VmRSS")
         engine = NativeEngine.open(
@@ -99,7 +101,7 @@ async def measure(model_name: str, settings: Settings) -> dict[str, Any]:
     info = engine.info
     parts = {
         "weights": weights,
-        "kv": sizes.blocks * sizes.block_tokens * kv_token_bytes(spec, kv_format(settings)),
+        "kv": sizes.blocks * sizes.block_tokens * token,
         "slabs": sizes.slots * slab_bytes(settings, spec),
         "checkpoints": (sizes.slabs - sizes.slots) * slab_bytes(settings, spec),
         "slots": sizes.slots * slot_bytes(spec, sizes.blocks_per_slot),

@@ -13,6 +13,7 @@ from typing import Any
 
 from _kslserve import ffi, lib
 
+from kslserve.engine.budget import kv_layers
 from kslserve.engine.marshal import Pending, WavePacker, check_sizes
 from kslserve.engine.model import LAYER_KINDS, ModelSpec, PoolSizes, TensorArg
 from kslserve.engine.records import DoneReader
@@ -45,6 +46,17 @@ PHASES = ("idle", "running", "closed", "poisoned")
 def isa_names() -> tuple[str, ...]:
     """The instruction set paths that this build has and this machine runs."""
     return tuple(_text(lib.ksl_isa_list()).split())
+
+
+def kv_code_bytes(
+    spec: ModelSpec, kv_format: str, activations: str = "auto", isa: str = "auto"
+) -> int:
+    """Bytes of codes that the CPU backend holds beside a token's keys and values on this machine;
+    0 where it reads the rows themselves."""
+    of_head = lib.ksl_kv_code_bytes(
+        KV_FORMATS[kv_format], ACTIVATIONS[activations], ISAS[isa], spec.head_dim
+    )
+    return kv_layers(spec) * spec.kv_heads * int(of_head)
 
 
 class NativeEngine:
@@ -236,7 +248,7 @@ def _info(library: Any, handle: Any, pools: PoolSizes, kv_format: str) -> Engine
     names = (
         "vocab", "hidden", "layers", "slots", "slabs", "blocks", "block_tokens", "threads",
         "weight_bytes", "token_bytes", "slab_bytes", "block_bytes", "kv_token_bytes",
-        "pool_bytes", "scratch_bytes",
+        "kv_code_bytes", "pool_bytes", "scratch_bytes",
     )  # fmt: skip
     return EngineInfo(
         name="native",

@@ -199,6 +199,7 @@ class EngineInfo:
     slab_bytes: int = 0
     block_bytes: int = 0
     kv_token_bytes: int = 0
+    kv_code_bytes: int = 0
     pool_bytes: int = 0
     scratch_bytes: int = 0
 

@@ -14,7 +14,7 @@ from kslserve.core.sampling import SamplingParams
 from kslserve.engine.codecs import encoded_bytes
 from kslserve.engine.fake import FakeEngine
 from kslserve.engine.fingerprint import fingerprint, head_fingerprint
-from kslserve.engine.model import PoolSizes
+from kslserve.engine.model import ModelSpec, PoolSizes
 from kslserve.engine.scripted import Script, ScriptedEngine, ScriptedTokenizer
 from kslserve.engine.types import Engine, EngineInfo
 from kslserve.errors import ModelFileError
@@ -84,8 +84,9 @@ def open_backend(settings: Settings, log_line: Callable[[str], None]) -> Backend
                 notes.append(f"no chat template: the {FALLBACK_TEMPLATE} one is used")
         template = ChatTemplate(source, tokenizer.control_tokens)
         weights, free = encoded_bytes(model.tensors), free_bytes(settings)
-        plan = plan_pools(settings, model.spec, free - weights)
-        log_line(plan_line(settings, model.spec, plan, weights, free))
+        codes = _code_bytes(settings, model.spec)
+        plan = plan_pools(settings, model.spec, free - weights, codes)
+        log_line(plan_line(settings, model.spec, plan, weights, free, codes))
         notes += plan.notes
         # Refused before the weights are read.
         drafts = spec_policy(settings, settings.engine == "native" and model.spec.mtp_layers > 0)
@@ -183,6 +184,15 @@ class _Quantizing:
                 "quantizing the weights; `kslserve convert` saves this for the next start"
             )
             self._log_line = None
+
+
+def _code_bytes(settings: Settings, spec: ModelSpec) -> int:
+    """What the engine holds of a token beside its keys and values."""
+    if settings.engine != "native" or settings.device == "cuda":
+        return 0
+    from kslserve.engine.native import kv_code_bytes
+
+    return kv_code_bytes(spec, kv_format(settings), settings.activations, settings.cpu)
 
 
 def _open_engine(

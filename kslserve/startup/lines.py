@@ -33,7 +33,7 @@ def describe(
     if info.isa:
         engine += f", {info.isa}, {info.threads} thread{'s' * (info.threads != 1)}"
     tokens = info.blocks * info.block_tokens
-    kv_bytes = info.blocks * info.block_bytes
+    kv_bytes = info.blocks * info.block_bytes + tokens * info.kv_code_bytes
     reads = f"; reads {size(info.token_bytes)} of weights per token" if info.token_bytes else ""
     total = info.weight_bytes + info.pool_bytes + info.scratch_bytes
     lines = [
@@ -52,13 +52,22 @@ def describe(
     return lines + [f"note      {note}" for note in [*said, *notes]]
 
 
-def plan_line(settings: Settings, spec: ModelSpec, plan: PoolPlan, weights: int, free: int) -> str:
-    """What is about to be taken. weights: their encoded bytes. free: before that."""
+def plan_line(
+    settings: Settings,
+    spec: ModelSpec,
+    plan: PoolPlan,
+    weights: int,
+    free: int,
+    code_bytes: int = 0,
+) -> str:
+    """What is about to be taken. weights: their encoded bytes. free: before that. code_bytes: as in
+    plan_pools."""
     sizes, kv = plan.sizes, kv_format(settings)
     tokens = sizes.blocks * sizes.block_tokens
     slots = sizes.slots * slot_bytes(spec, sizes.blocks_per_slot)
     workspace = workspace_bytes(settings, spec, sizes.slots)
-    kv_bytes, slabs = tokens * kv_token_bytes(spec, kv), sizes.slabs * slab_bytes(settings, spec)
+    kv_bytes = tokens * (kv_token_bytes(spec, kv) + code_bytes)
+    slabs = sizes.slabs * slab_bytes(settings, spec)
     total = weights + kv_bytes + slabs + slots + workspace
     kind = "reserved, taken as it is used" if settings.device != "cuda" else "taken now"
     return (

@@ -93,8 +93,11 @@ def submit_ahead(settings: Settings) -> bool:
     )
 
 
-def plan_pools(settings: Settings, spec: ModelSpec, free_bytes: int) -> PoolPlan:
-    """Size the pools. free_bytes: memory that is left beside the weights.
+def plan_pools(
+    settings: Settings, spec: ModelSpec, free_bytes: int, code_bytes: int = 0
+) -> PoolPlan:
+    """Size the pools. free_bytes: memory that is left beside the weights. code_bytes: of what the
+    engine holds of a token beside its keys and values.
 
     `auto` context is the model's maximum, or what fits once everything else and the margin have
     their part. `auto` KV holds as many whole contexts as fit, at most one per sequence and on the
@@ -104,7 +107,8 @@ def plan_pools(settings: Settings, spec: ModelSpec, free_bytes: int) -> PoolPlan
     """
     free_bytes = max(free_bytes, 0)
     block, kv = settings.block_tokens, kv_format(settings)
-    block_size = kv_token_bytes(spec, kv) * block
+    token = kv_token_bytes(spec, kv) + code_bytes
+    block_size = token * block
     slots = sequences(settings, spec, free_bytes)
     cached = cache_slabs(settings, spec, free_bytes)
     if settings.prefix_cache_slabs == AUTO:
@@ -143,14 +147,14 @@ def plan_pools(settings: Settings, spec: ModelSpec, free_bytes: int) -> PoolPlan
             raise UsageError(
                 f"--kv-tokens {settings.kv_tokens} needs {size(blocks * block_size)} in {kv}, but "
                 f"{size(most * block_size)} are free for it: "
-                f"{_what_fits(settings, spec, blocks * block, most, '--kv-tokens')}."
+                f"{_what_fits(settings, spec, blocks * block, most, token, '--kv-tokens')}."
             )
     else:
         if per_context > most:
             raise UsageError(
                 f"a context of {context} tokens needs {size(per_context * block_size)} for KV in "
                 f"{kv}, but {size(most * block_size)} are free for it: "
-                f"{_what_fits(settings, spec, per_context * block, most, '--context')}."
+                f"{_what_fits(settings, spec, per_context * block, most, token, '--context')}."
             )
         beside = blocks_beside(cached, margin)
         room = beside if settings.device == "cuda" else beside // 2
@@ -216,16 +220,19 @@ def _too_little(
     )
 
 
-def _what_fits(settings: Settings, spec: ModelSpec, tokens: int, blocks: int, flag: str) -> str:
-    """Advice where `blocks` blocks are free: formats of the device that hold so many tokens there,
-    and what this one holds."""
-    kv, block = kv_format(settings), settings.block_tokens
-    free = blocks * block * kv_token_bytes(spec, kv)
+def _what_fits(
+    settings: Settings, spec: ModelSpec, tokens: int, blocks: int, token: int, flag: str
+) -> str:
+    """Advice where `blocks` blocks of `token` bytes a token are free: formats of the device that
+    hold so many tokens there, and what this one holds."""
+    block = settings.block_tokens
+    free = blocks * block * token
     device = "cuda" if settings.device == "cuda" else "cpu"
     formats = [
         other
         for other in KV_OF[device]
-        if kv_problem(spec, other) is None
+        if other != kv_format(settings)
+        and kv_problem(spec, other) is None
         and not ring_bytes(spec, other)  # which takes room in every slab too
         and tokens * kv_token_bytes(spec, other) <= free
     ]

@@ -123,6 +123,11 @@ KSL_API const char *ksl_isa_list(void) {
   return ksl::kernels_list();
 }
 
+KSL_API int32_t ksl_kv_code_bytes(int32_t kv_format, int32_t activations, int32_t isa,
+                                  int32_t head_dim) {
+  return ksl::kv_code_bytes(kv_format, activations, isa, head_dim);
+}
+
 KSL_API uint64_t ksl_sizeof(const char *name) {
   if (name == nullptr) return 0;
   for (const ksl::SizeOf &s : ksl::kSizes)

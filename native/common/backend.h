@@ -52,5 +52,7 @@ struct BackendOps {
 const BackendOps *default_backend(void);
 // Names of the ISA paths of that backend that run here, separated by spaces.
 const char *kernels_list(void);
+// ksl_kv_code_bytes of that backend.
+int kv_code_bytes(int kv_format, int activations, int isa, int head_dim);
 
 }  // namespace ksl

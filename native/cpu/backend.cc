@@ -49,6 +49,7 @@ void run_op(Backend *b, const ksl_op *op) {
     case KSL_OP_COPY_BLOCK:
       memmove(b->blocks + op->b * b->block_bytes, b->blocks + op->a * b->block_bytes,
               b->block_bytes);
+      codes_copy(b, op->a, op->b);
       break;
     case KSL_OP_SAVE_SLAB:
       memcpy(op->data, slab_part(b, op), op->n);
@@ -61,6 +62,7 @@ void run_op(Backend *b, const ksl_op *op) {
       break;
     case KSL_OP_LOAD_BLOCK:
       memcpy(block_part(b, op), op->data, op->n);
+      codes_mark(b, op->a);
       break;
     case KSL_OP_CONFIGURE:
       slot_configure(&b->slots[op->a], b->spec->vocab, static_cast<const ksl_sampling *>(op->data));
@@ -86,6 +88,7 @@ void run_op(Backend *b, const ksl_op *op) {
       break;
     case KSL_OP_DROP_BLOCKS:
       alloc_discard(b->blocks + op->a * b->block_bytes, op->n * b->block_bytes);
+      codes_drop(b, op->a, op->n);
       break;
     case KSL_OP_FAULT:
       b->fault = true;
@@ -203,6 +206,7 @@ int cpu_run(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
   if (b->trunk.n > 0) {
     b->batch = &b->trunk;
     batch_rotary(b, b->batch);
+    codes_refresh(b);
     walk(b, kListInput, 0);
     for (int layer = 0; layer < b->spec->layers; layer++) {
       walk(b, b->layers[layer].kind == KSL_LAYER_FULL ? kListFull : kListLinear, layer);

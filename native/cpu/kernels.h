@@ -134,6 +134,7 @@ const char *kernels_list(void);  // "scalar avx2 avx512" as runnable here
 // What bf16 products do beside a table.
 struct Bf16Kernels {
   AttnKernels attn;
+  CodeKernels codes;
   // As Kernels.quantize: x rounded to bf16, to nearest even.
   void (*round)(const float *x, int n, RoundedBlock *out, size_t stride);
   // As Kernels.gemm_int, for bf16 weights. Additions: pairs of columns ascending within kScaleBlock

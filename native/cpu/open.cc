@@ -91,6 +91,13 @@ int make_pools(Backend *b, ksl_error *error) {
   }
   b->block_bytes = budget.block_bytes;
   b->blocks = static_cast<uint8_t *>(alloc_huge(b->alloc, b->block_bytes * config->blocks));
+  codes_init(b);
+  if (b->code_block_bytes) {
+    b->codes = static_cast<uint8_t *>(alloc_huge(b->alloc, b->code_block_bytes * config->blocks));
+    b->stale = static_cast<uint8_t *>(own_bytes(b, config->blocks));
+    b->refresh = static_cast<int32_t *>(own_bytes(b, config->blocks * sizeof(int32_t)));
+    if (!b->codes || !b->stale || !b->refresh) return no_memory(error, "the slabs and KV blocks");
+  }
 
   const size_t entries = static_cast<size_t>(config->slots) * config->max_blocks_per_slot;
   b->tables = static_cast<int32_t *>(own_bytes(b, entries * sizeof(int32_t)));
@@ -287,6 +294,7 @@ void cpu_close(Backend *b) {
   for (int i = b->n_owned; i-- > 0;) alloc_free(b->owned[i]);
   alloc_free(b->matrices);
   alloc_free(b->blocks);
+  alloc_free(b->codes);
   alloc_free(b->owned);
   alloc_free(b);
 }
@@ -326,6 +334,7 @@ void cpu_info(Backend *b, ksl_info *info) {
   info->slab_bytes = b->image_floats * sizeof(float);
   info->block_bytes = b->block_bytes;
   info->kv_token_bytes = b->block_bytes / config->block_tokens;
+  info->kv_code_bytes = b->code_block_bytes / config->block_tokens;
   info->pool_bytes = b->pool_bytes;
   info->scratch_bytes = b->scratch_bytes;
   snprintf(info->isa, sizeof info->isa, "%s", b->kernels->name);
@@ -338,7 +347,8 @@ void cpu_info(Backend *b, ksl_info *info) {
   if (b->ring_tokens) snprintf(ring, sizeof ring, "/%d", b->ring_tokens);
   int at = snprintf(info->numerics, sizeof info->numerics,
                     "cpu %.16s %s/%s kv=%s%s %s weights=", ksl_source_digest(), b->kernels->name,
-                    b->attn->name, kv_format_name(config->kv_format), ring, activation);
+                    b->codes ? "codes" : b->attn->name, kv_format_name(config->kv_format), ring,
+                    activation);
   const char *separator = "";
   for (int e = 0; e < 5; e++) {
     if (!(b->encodings >> e & 1) || at >= static_cast<int>(sizeof info->numerics)) continue;

@@ -59,9 +59,19 @@ void store_task(void *context, int, int begin, int end) {
         plane[p] = place.layer + b->kv_offset[p] + (place.row + h) * b->kv_bytes[p];
         if (position < t->first_key) memset(plane[p], 0, b->kv_bytes[p]);
       }
-      if (position < t->first_key) continue;
+      const int at = position % b->config->block_tokens;
+      uint8_t *piece =
+          b->codes ? code_piece_at(b, block_of(b, b->batch->slot[c], position), t->kv, h, at)
+                   : nullptr;
+      if (position < t->first_key) {
+        if (piece) b->bf16->codes.hide(d, piece, at % kPieceKeys);
+        continue;
+      }
       kv_encode(format, kKvKey, b->k + c * b->kv_stride + h * d, d, plane[0], plane[1]);
       kv_encode(format, kKvValue, b->v + c * b->kv_stride + h * d, d, plane[2], plane[3]);
+      if (piece)
+        b->bf16->codes.encode(reinterpret_cast<uint16_t *>(plane[0]),
+                              reinterpret_cast<uint16_t *>(plane[2]), d, piece, at % kPieceKeys);
     }
     if (t->ring) ring_stage(b, c);
   }
@@ -84,7 +94,10 @@ void load_query(const Backend *b, int column, int head, float *query) {
       memcpy(turned, q, d * sizeof(float));
       kv_rotate(turned, d);
     }
-    b->attn->query(b->config->kv_format, rotated ? turned : q, d, scale, query);
+    if (b->codes)
+      b->bf16->codes.query(q, d, scale, query);
+    else
+      b->attn->query(b->config->kv_format, rotated ? turned : q, d, scale, query);
   }
 }
 
@@ -144,6 +157,33 @@ int find_runs(const Backend *b, const Keys &keys, int from, int to, KvRun *runs)
   return n;
 }
 
+// The pieces of codes that hold the positions [from, to), at most a tile, from a whole tile on.
+int find_pieces(const Backend *b, int kv, int head, int slot, int from, int to,
+                const uint8_t **pieces) {
+  int n = 0;
+  for (int at = from; at < to; at += kPieceKeys)
+    pieces[n++] = code_piece_at(b, block_of(b, slot, at), kv, head, at % b->config->block_tokens);
+  return n;
+}
+
+// run_tile where there are codes.
+void run_codes(const LayerTask *t, const float *query, int columns, int column, int head, int tile,
+               float *m, float *l, float *acc) {
+  Backend *b = t->b;
+  const ModelSpec *s = b->spec;
+  const int position = b->batch->position[column], slot = b->batch->slot[column];
+  const int from = tile * kTileKeys, end = from + kTileKeys, last = position + columns;
+  int n_keys[kMaxQueries];
+  for (int c = 0; c < columns; c++)
+    n_keys[c] = (position + c + 1 < end ? position + c + 1 : end) - from;
+  const uint8_t *pieces[kTilePieces], *next[kTilePieces];
+  find_pieces(b, t->kv, head, slot, from, end < last ? end : last, pieces);
+  const int next_end = end + kTileKeys < last ? end + kTileKeys : last;
+  const int n_next = find_pieces(b, t->kv, head, slot, end, next_end, next);
+  b->bf16->codes.tile(pieces, next, n_next, query, s->heads / s->kv_heads, columns, n_keys,
+                      s->head_dim, m, l, acc);
+}
+
 // Adds one tile, as far as they see it, to the running results of consecutive columns of a row that
 // read its keys in the same formats.
 void run_columns(const LayerTask *t, WorkerScratch *w, const float *query, int columns, int column,
@@ -175,6 +215,10 @@ void run_columns(const LayerTask *t, WorkerScratch *w, const float *query, int c
 // int8 moves with it: those for which it lies outside of the tile go together.
 void run_tile(const LayerTask *t, WorkerScratch *w, const float *query, int columns, int column,
               int head, int tile, float *m, float *l, float *acc) {
+  if (t->b->codes) {
+    run_codes(t, query, columns, column, head, tile, m, l, acc);
+    return;
+  }
   if (!t->ring) {
     run_columns(t, w, query, columns, column, head, tile, INT32_MAX, m, l, acc);
     return;

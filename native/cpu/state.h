@@ -126,6 +126,14 @@ struct Backend {
   // layer.
   int ring_tokens;
   size_t ring_offset, ring_bytes[kKvPlanes], ring_before[kKvPlanes], ring_layer_bytes;
+  // Codes beside bf16 rows (kv_codes.cc), null: none. Per block [KV layer][head][block_tokens /
+  // kPieceKeys] pieces. Which blocks were loaded since they were last made, and how many; room for
+  // a list of them.
+  uint8_t *codes;
+  size_t code_head_bytes, code_block_bytes;
+  uint8_t *stale;
+  int n_stale;
+  int32_t *refresh;
   uint8_t *ring_stage;  // rows of the running layer, of all columns of the wave
   uint8_t *ring_keep;   // of rows with drafts, all layers: [layers][keep_columns]
   int32_t *tables;      // [slots][max_blocks_per_slot], -1: none
@@ -241,12 +249,13 @@ struct KvPlace {
   uint8_t *layer;
   size_t row;
 };
+inline int32_t block_of(const Backend *b, int slot, int position) {
+  return b->tables[static_cast<size_t>(slot) * b->config->max_blocks_per_slot +
+                   position / b->config->block_tokens];
+}
 inline KvPlace kv_place(const Backend *b, int slot, int layer, int position) {
-  const int tokens = b->config->block_tokens;
-  const int32_t block =
-      b->tables[static_cast<size_t>(slot) * b->config->max_blocks_per_slot + position / tokens];
-  return {b->blocks + block * b->block_bytes + layer * b->kv_layer_bytes,
-          static_cast<size_t>(position % tokens) * b->spec->kv_heads};
+  return {b->blocks + block_of(b, slot, position) * b->block_bytes + layer * b->kv_layer_bytes,
+          static_cast<size_t>(position % b->config->block_tokens) * b->spec->kv_heads};
 }
 
 // ---- kv_ring.cc
@@ -268,6 +277,23 @@ void ring_stage(Backend *b, int column);
 void ring_advance(Backend *b, int kv);
 // The same for the committed columns of rows with drafts, in all layers.
 void ring_commit_kept(Backend *b);
+
+// ---- kv_codes.cc
+
+// The piece of a head that position `at` of a block is in.
+inline uint8_t *code_piece_at(const Backend *b, int block, int layer, int head, int at) {
+  const size_t of_head = static_cast<size_t>(layer) * b->spec->kv_heads + head;
+  return b->codes + block * b->code_block_bytes + of_head * b->code_head_bytes +
+         at / kPieceKeys * code_piece_bytes(b->spec->head_dim);
+}
+// Sizes; 0 where there are none.
+void codes_init(Backend *b);
+// What ops on blocks mean for their codes; without any, nothing.
+void codes_mark(Backend *b, int block);  // its rows were loaded
+void codes_copy(Backend *b, int from, int to);
+void codes_drop(Backend *b, int first, int n);
+// Makes those that the planned rows read.
+void codes_refresh(Backend *b);
 
 // ---- stages
 

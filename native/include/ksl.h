@@ -152,6 +152,7 @@ typedef struct ksl_info {
   uint64_t slab_bytes;     /* of one SAVE_SLAB image */
   uint64_t block_bytes;    /* of one SAVE_BLOCK image: every KV layer, MTP included */
   uint64_t kv_token_bytes; /* KV bytes per token */
+  uint64_t kv_code_bytes;  /* per token, of codes held beside them, which no image has; 0: none */
   uint64_t pool_bytes;     /* slabs, blocks, tables, slot state */
   uint64_t scratch_bytes;  /* activation arena */
   char isa[16];            /* "scalar", "avx2", "avx512" */
@@ -325,6 +326,9 @@ const char *ksl_version(void);
 const char *ksl_source_digest(void);
 /* Space-separated names of the ISA paths that this build has and this machine runs. */
 const char *ksl_isa_list(void);
+/* Bytes of a position and KV head that an engine of these settings (KSL_KV_*, KSL_ACT_*, KSL_ISA_*)
+   holds in a block beside its rows, on this machine. */
+int32_t ksl_kv_code_bytes(int32_t kv_format, int32_t activations, int32_t isa, int32_t head_dim);
 /* sizeof of the named public struct, 0 for an unknown name. */
 uint64_t ksl_sizeof(const char *name);
 

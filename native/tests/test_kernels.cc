@@ -878,6 +878,174 @@ void test_kv_reading(const AttnKernels &k, int format, int head_dim) {
   }
 }
 
+// ---- attention on codes
+
+// Keys of one KV head as pieces, and what their codes stand for.
+struct CodeRows {
+  int head_dim, keys;
+  KvRows rows;
+  std::vector<uint8_t> bytes;
+  Floats k, v, v_scale;
+
+  size_t step() const { return code_piece_bytes(head_dim); }
+  uint8_t *piece(int i) {
+    return bytes.data() + (64 - (uintptr_t)bytes.data() % 64) % 64 + i * step();
+  }
+  const uint16_t *row(int plane, int j) const {
+    return (const uint16_t *)&rows.plane[plane][j * rows.step(plane)];
+  }
+  // Written one by one into memory of NaNs.
+  CodeRows(const CodeKernels &codes, int head_dim, int keys)
+      : head_dim(head_dim), keys(keys), rows(KSL_KV_BF16, head_dim, keys) {
+    bytes.assign((keys + 15) / 16 * step() + 64, 0xff);
+    for (int j = 0; j < keys; j++)
+      codes.encode(row(0, j), row(2, j), head_dim, piece(j / 16), j % 16);
+    k.resize((size_t)keys * head_dim);
+    v.resize(k.size());
+    v_scale.resize(keys);
+    for (int j = 0; j < keys; j++) {
+      const CodePiece p = code_piece(piece(j / 16), head_dim);
+      const int lane = j % 16;
+      v_scale[j] = (float)exp2((double)p.v_log[lane]);
+      close_to(p.v_inverse[lane] * v_scale[j], 1, 4, "scale of values", head_dim, j);
+      for (int i = 0; i < head_dim; i++) {
+        const int key = p.k[i / 4 * 64 + 4 * lane + i % 4] - 128;
+        const int value = (int8_t)p.v[i / 64 * 1024 + lane / 4 * 256 + i % 64 * 4 + lane % 4];
+        const size_t at = (size_t)j * head_dim + i;
+        k[at] = key * p.k_scale[lane];
+        v[at] = value * v_scale[j];
+        check(fabsf(k[at] - rows.k[at]) <= 0.501f * p.k_scale[lane], "key %d is %a, not %a", j,
+              k[at], rows.k[at]);
+        check(fabsf(v[at] - rows.v[at]) <= 0.501f * v_scale[j], "value %d is %a, not %a", j, v[at],
+              rows.v[at]);
+      }
+    }
+  }
+};
+
+// As attend.
+Running attend_codes(const CodeKernels &k, CodeRows &rows, const float *q, int group, int columns,
+                     int keys) {
+  Running all(group * columns, rows.head_dim);
+  std::vector<const uint8_t *> pieces;
+  for (int j = 0; j < keys + kTileKeys; j += 16)
+    pieces.push_back(j < keys ? rows.piece(j / 16) : nullptr);
+  for (int j0 = 0; j0 < keys; j0 += kTileKeys) {
+    std::vector<int> n_keys(columns);
+    for (int c = 0; c < columns; c++) {
+      const int sees = keys - (columns - 1 - c) - j0;
+      n_keys[c] = sees < kTileKeys ? sees : (int)kTileKeys;
+    }
+    const int after = (keys - j0 - kTileKeys + 15) / 16;
+    const int n_next = after < 0 ? 0 : after < kTilePieces ? after : (int)kTilePieces;
+    k.tile(&pieces[j0 / 16], pieces.data() + (n_next ? j0 / 16 + kTilePieces : 0), n_next, q, group,
+           columns, n_keys.data(), rows.head_dim, all.m.data(), all.l.data(), all.acc.data());
+  }
+  return all;
+}
+
+void test_codes(const AttnKernels &a, const CodeKernels &k, int group, int columns, int head_dim,
+                int keys) {
+  const int queries = group * columns;
+  const size_t d = head_dim;
+  CodeRows rows(k, head_dim, keys);
+  const Floats q = random_floats(queries * d, 2);
+  std::vector<float> room(queries * d + 16);
+  float *prepared = room.data() + (64 - (uintptr_t)room.data() % 64) % 64 / 4;
+  const float scale = (float)(1 / sqrt(head_dim));
+  for (int h = 0; h < queries; h++) k.query(&q[h * d], head_dim, scale, &prepared[h * d]);
+  const Running all = attend_codes(k, rows, prepared, group, columns, keys);
+  for (int h = 0; h < queries; h++) {
+    const int sees = keys - (columns - 1 - h / group);
+    float top = 0;
+    for (size_t i = 0; i < d; i++) top = fmaxf(top, fabsf(q[h * d + i]));
+    std::vector<double> p(keys), expected(d), slack(d);
+    double most = -INFINITY, sum = 0;
+    for (int j = 0; j < sees; j++) {
+      double dot = 0;
+      for (size_t i = 0; i < d; i++)
+        dot += nearbyint(q[h * d + i] * (127.0f / top)) * rows.k[j * d + i];
+      p[j] = dot * top / 127 * scale;
+      most = fmax(most, p[j]);
+    }
+    for (int j = 0; j < sees; j++) sum += (p[j] = exp2(p[j] - most));
+    // A byte is off by half of 1/255 of the most that a key of its tile adds.
+    for (int j0 = 0; j0 < sees; j0 += kTileKeys) {
+      const int end = j0 + kTileKeys < sees ? j0 + kTileKeys : sees;
+      double adds = 0;
+      for (int j = j0; j < end; j++) adds = fmax(adds, p[j] / sum * rows.v_scale[j]);
+      for (int j = j0; j < end; j++)
+        for (size_t i = 0; i < d; i++) {
+          const double v = rows.v[j * d + i];
+          expected[i] += p[j] / sum * v;
+          slack[i] += 3e-4 * p[j] / sum * fabs(v) + 0.51 / 255 * adds * fabs(v) / rows.v_scale[j];
+        }
+    }
+    Floats out(head_dim);
+    a.finish(&all.acc[h * d], all.l[h], head_dim, out.data());
+    for (size_t i = 0; i < d; i++)
+      check(fabs(out[i] - expected[i]) <= slack[i] + 1e-6,
+            "attention on codes: %d dims, head %d of %d, channel %d: %a, not %a within %a",
+            head_dim, h, queries, (int)i, out[i], expected[i], slack[i]);
+    // A head alone, that sees the same keys, gives the same bits.
+    if (sees < keys && h % 3) continue;
+    const Running one = attend_codes(k, rows, &prepared[h * d], 1, 1, sees);
+    check(one.m[0] == all.m[h] && one.l[0] == all.l[h] &&
+              same_bits(one.acc.data(), &all.acc[h * d], head_dim),
+          "attention on codes: head %d of %d depends on its neighbours", h, queries);
+  }
+}
+
+// A piece made at once has the bytes of one made row by row.
+void test_pieces(const CodeKernels &k, int head_dim) {
+  CodeRows rows(k, head_dim, 32);
+  std::vector<uint8_t> room(2 * rows.step() + 64, 0xff);
+  uint8_t *whole = room.data() + (64 - (uintptr_t)room.data() % 64) % 64;
+  for (int i = 0; i < 2; i++)
+    k.encode_piece(rows.row(0, 16 * i), rows.rows.step(0) / 2, rows.row(2, 16 * i),
+                   rows.rows.step(2) / 2, head_dim, whole + i * rows.step());
+  CodeRows same = rows;
+  const Floats q = random_floats(head_dim, 2);
+  Floats room_q(head_dim + 16);
+  float *prepared = room_q.data() + (64 - (uintptr_t)room_q.data() % 64) % 64 / 4;
+  k.query(q.data(), head_dim, 0.1f, prepared);
+  memcpy(same.piece(0), whole, 2 * rows.step());
+  const Running a = attend_codes(k, rows, prepared, 1, 1, 32);
+  const Running b = attend_codes(k, same, prepared, 1, 1, 32);
+  check(a.m[0] == b.m[0] && a.l[0] == b.l[0] && same_bits(a.acc.data(), b.acc.data(), head_dim),
+        "a piece of %d dims has other codes than its rows", head_dim);
+  // A key that is hidden is as none; one that is not finite reaches those that see it, no others.
+  k.hide(head_dim, same.piece(0), 0);
+  const Running hidden = attend_codes(k, same, prepared, 1, 1, 32);
+  check(isfinite(hidden.l[0]) && hidden.l[0] < a.l[0] * exp2f(a.m[0] - hidden.m[0]),
+        "a hidden key of %d dims counts", head_dim);
+  for (const int side : {0, 1}) {
+    std::vector<uint16_t> infinite(rows.row(2 * side, 20), rows.row(2 * side, 20) + head_dim);
+    infinite[3] = 0x7f80;
+    k.encode(side ? rows.row(0, 20) : infinite.data(), side ? infinite.data() : rows.row(2, 20),
+             head_dim, rows.piece(1), 4);
+    const Running before = attend_codes(k, rows, prepared, 1, 1, 20);
+    const Running after = attend_codes(k, rows, prepared, 1, 1, 21);
+    check(isfinite(before.l[0]) && isnan(after.l[0]), "an infinite key or value of %d dims: %a, %a",
+          head_dim, before.l[0], after.l[0]);
+    k.encode(rows.row(0, 20), rows.row(2, 20), head_dim, rows.piece(1), 4);
+  }
+}
+
+void test_code_tables(const AttnKernels &a, const CodeKernels &k) {
+  for (const int d : {32, 64, 96, 128, 256}) {
+    test_pieces(k, d);
+    test_codes(a, k, 2, 1, d, 65);
+    test_codes(a, k, 5, 3, d, 70);
+  }
+  test_codes(a, k, 3, 2, 64, 64);
+  test_codes(a, k, 6, 10, 256, 200);
+  test_codes(a, k, 16, 4, 64, 131);
+  test_codes(a, k, 4, 1, 256, 7);
+  test_codes(a, k, 1, 1, 128, 1);
+  test_codes(a, k, 2, 20, 96, 100);
+}
+
 void test_attention_tables(const AttnKernels &k) {
   for (int format = KSL_KV_F32; format <= KSL_KV_INT4_G32; format++) {
     for (const int d : {32, 64, 96, 128, 256})
@@ -961,6 +1129,7 @@ int main(int argc, char **argv) {
   test_attention_tables(k.attn);
   if (const Bf16Kernels *bf16 = bf16_for(&k)) {
     test_attention_tables(bf16->attn);
+    test_code_tables(bf16->attn, bf16->codes);
     for (const int cols : {1, 16, 100, 128, 130, 272, 1030}) test_round(*bf16, cols);
     for (const int n : {1, 2, 3, 5, 6, 7, 13, 30}) {
       test_gemm_bf16(k, *bf16, 16 * (1 + below(9)) - below(15), 1 + below(600), n);

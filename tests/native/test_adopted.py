@@ -52,7 +52,7 @@ def model_of(spec: ModelSpec, kv: str, library: Any) -> Model:
 
 @pytest.fixture(scope="module", params=KV_FORMATS)
 def model(request: pytest.FixtureRequest) -> Model:
-    spec = tiny_spec() if request.param in ("f32", "bf16") else wide_spec()
+    spec = tiny_spec() if request.param == "f32" else wide_spec()
     return model_of(spec, request.param, CPU_LIBRARY)
 
 

@@ -11,6 +11,7 @@ import pytest
 from kslserve.engine import budget
 from kslserve.engine.codecs import ENC_E2M3
 from kslserve.engine.model import ModelSpec, TensorArg
+from kslserve.engine.native import kv_code_bytes
 from kslserve.engine.types import RowKind
 from kslserve.ksl.convert import convert
 from kslserve.ksl.model import ModelFile
@@ -80,7 +81,7 @@ def test_the_same_logits_from_every_file(tmp_path: Path, tied: bool) -> None:
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("activations", ["auto", "float"])
 def test_the_memory_plan_is_the_engines(kv: str, threads: int, activations: str) -> None:
-    spec = wide_spec() if kv == "int8ring_int4" else tiny_spec()
+    spec = tiny_spec() if kv == "f32" else wide_spec()
     tensors = tiny_tensors(spec, tiny_arrays(spec), "e2m3")
     sizes = {"slots": 6, "slabs": 10, "blocks": 96, "block_tokens": 16, "blocks_per_slot": 16}
     with Driver(
@@ -97,6 +98,10 @@ def test_the_memory_plan_is_the_engines(kv: str, threads: int, activations: str)
         assert info.slab_bytes == budget.slab_bytes(spec, kv, 64)
         assert info.block_bytes == budget.block_bytes(spec, kv, 16)
         assert info.kv_token_bytes == budget.kv_token_bytes(spec, kv)
+        assert info.kv_code_bytes == kv_code_bytes(spec, kv, activations)
+        blocks = 96 * 16 * (info.kv_token_bytes + info.kv_code_bytes)
+        slabs, slots = 10 * info.slab_bytes, 6 * budget.slot_bytes(spec, 16)
+        assert info.pool_bytes == pytest.approx(blocks + slabs + slots, rel=0.02)
         planned = budget.workspace_bytes(spec, 6, 160, threads, activations == "auto", kv)
         # what the plan leaves out are a few structures per slot, column and thread
         assert planned <= info.scratch_bytes <= planned * 1.01 + 64 * 1024

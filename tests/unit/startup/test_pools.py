@@ -132,6 +132,18 @@ def test_a_ring_takes_room_in_every_slab() -> None:
         plan_pools(wish, SPEC, free)
 
 
+def test_codes_beside_keys_and_values_take_their_room() -> None:
+    """A token takes its rows and what the engine holds beside them."""
+    block = (TOKEN + TOKEN // 2) * 128 + 8 * 8
+    settings = Settings(threads=2, prefix_cache_slabs=2)
+    plan = plan_pools(settings, SPEC, beside(3 * 256 * block), TOKEN // 2)
+    assert plan.sizes.blocks == 256
+    assert plan_pools(settings, SPEC, beside(3 * 256 * block)).sizes.blocks == 2 * 256
+    free = beside(390 * block) // 2
+    with pytest.raises(UsageError, match=r"--kv fp8 or q4 or .* at most 49920, would fit"):
+        plan_pools(Settings(context=65536, device="cpu", threads=2), SPEC, free, TOKEN // 2)
+
+
 def test_what_does_not_fit_names_what_would() -> None:
     block = TOKEN * 128 + 8 * 8
     free = beside(390 * block) // 2

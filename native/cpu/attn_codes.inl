@@ -1,0 +1,410 @@
+// Attention on codes (AVX512-VNNI): keys and queries are bytes, so that scores are exact integers
+// times scales; probabilities are bytes of a fixed-point number in [0, 1], relative to the largest
+// of the tile, and values are bytes, so that what a tile adds is an exact integer times one scale.
+// Sums of integers do not depend on their order: few queries and many take the same path.
+//
+// A row of values has a scale of its own, 2^v_log. It is folded into the score, whose exponent then
+// says how much a key adds at most: what is rounded away of it is small beside what the tile adds,
+// however the scales of its rows differ. The denominator takes the scale out again.
+namespace ksl {
+namespace {
+
+enum { kGroupChannels = 32, kMaxGroups = kMaxHeadDim / kGroupChannels };
+enum { kBlockQueries = 24 };  // queries whose scores exist at one time
+
+// Behind the codes of a query.
+struct CodeQuery {
+  float scale;             // NaN where the query is not finite
+  int32_t bias;            // -128 times the sum of the codes
+  float sums[kMaxGroups];  // of the codes of each 32 channels
+};
+
+// A tile of keys, in pieces (CodePiece in attn.h). Those behind the last are that again, or
+// anything.
+struct CodeTile {
+  int n, head_dim;
+  bool nibbles;  // keys are of 4 bits, with a scale and a zero point per 32 channels
+  const uint8_t *k[kTilePieces];
+  const int8_t *v[kTilePieces];
+  const uint8_t *next[kTilePieces];  // pieces to fetch meanwhile; null: none
+  alignas(64) float v_log[kTileKeys], v_inverse[kTileKeys];
+  alignas(64) float k_scale[kMaxGroups][kTileKeys], k_zero[kMaxGroups][kTileKeys];
+};
+
+// acc + the dot product of four unsigned bytes of `u` and signed ones of `s`. In assembly, as
+// i_dot_once.
+KSL_INLINE void dot_bytes(Lanes &acc, __m512i u, __m512i s) {
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(u), "v"(s));
+}
+KSL_INLINE __m512i four_bytes(const void *at) {
+  int32_t x;
+  __builtin_memcpy(&x, at, 4);
+  return _mm512_set1_epi32(x);
+}
+KSL_INLINE __m512 floats_of(Lanes x) {
+  return _mm512_cvtepi32_ps((__m512i)x);
+}
+KSL_INLINE const CodeQuery *query_facts(const uint8_t *q, int head_dim) {
+  return (const CodeQuery *)(q + head_dim);
+}
+
+// ---- scores [R][kTileKeys] of R queries, less the scale of the query
+
+template <int R>
+static void scores_of_bytes(const CodeTile *t, const uint8_t *q, size_t q_step, bool fetch,
+                            float *score) {
+  Lanes sum[R][kTilePieces];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < kTilePieces; v++)
+      sum[r][v] = (Lanes)_mm512_set1_epi32(query_facts(q + r * q_step, t->head_dim)->bias);
+  const uint8_t *k0 = t->k[0], *k1 = t->k[1], *k2 = t->k[2], *k3 = t->k[3];
+  for (int i = 0; i < t->head_dim; i += 4) {
+    const __m512i k[] = {_mm512_load_si512(k0 + 16 * i), _mm512_load_si512(k1 + 16 * i),
+                         _mm512_load_si512(k2 + 16 * i), _mm512_load_si512(k3 + 16 * i)};
+    if (fetch) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kTilePieces; v++) __builtin_prefetch(t->next[v] + 16 * i, 0, 2);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const __m512i four = four_bytes(q + r * q_step + i);
+#pragma GCC unroll 4
+      for (int v = 0; v < kTilePieces; v++) dot_bytes(sum[r][v], k[v], four);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < kTilePieces; v++)
+      _mm512_store_ps(score + r * kTileKeys + 16 * v,
+                      _mm512_mul_ps(floats_of(sum[r][v]), _mm512_load_ps(t->k_scale[0] + 16 * v)));
+}
+
+// Two pieces at a time: a vector has eight channels of 16 keys, the even ones in the low nibbles.
+template <int R>
+static void scores_of_nibbles(const CodeTile *t, const uint8_t *q, size_t q_step, float *score) {
+  const __m512i low = _mm512_set1_epi8(15);
+  for (int v = 0; v < kTilePieces; v += 2) {
+    __m512 total[R][2];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) total[r][0] = total[r][1] = _mm512_setzero_ps();
+    const uint8_t *k0 = t->k[v], *k1 = t->k[v + 1], *four = q;
+    for (int g = 0; g < t->head_dim / kGroupChannels; g++) {
+      Lanes sum[R][2];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = (Lanes)_mm512_setzero_si512();
+#pragma GCC unroll 4
+      for (int i = 0; i < kGroupChannels; i += 8, k0 += 64, k1 += 64, four += 8) {
+        const __m512i a = _mm512_load_si512(k0), b = _mm512_load_si512(k1);
+        const __m512i even[] = {_mm512_and_si512(a, low), _mm512_and_si512(b, low)};
+        const __m512i odd[] = {_mm512_and_si512(_mm512_srli_epi16(a, 4), low),
+                               _mm512_and_si512(_mm512_srli_epi16(b, 4), low)};
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+          const __m512i x = four_bytes(four + r * q_step), y = four_bytes(four + r * q_step + 4);
+          dot_bytes(sum[r][0], even[0], x);
+          dot_bytes(sum[r][1], even[1], x);
+          dot_bytes(sum[r][0], odd[0], y);
+          dot_bytes(sum[r][1], odd[1], y);
+        }
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        const __m512 codes = _mm512_set1_ps(query_facts(q + r * q_step, t->head_dim)->sums[g]);
+#pragma GCC unroll 2
+        for (int o = 0; o < 2; o++) {
+          const __m512 zero = _mm512_load_ps(t->k_zero[g] + 16 * (v + o));
+          // Integers below 2^24: exact.
+          const __m512 dot = _mm512_fnmadd_ps(zero, codes, floats_of(sum[r][o]));
+          total[r][o] =
+              _mm512_fmadd_ps(dot, _mm512_load_ps(t->k_scale[g] + 16 * (v + o)), total[r][o]);
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      _mm512_store_ps(score + r * kTileKeys + 16 * v, total[r][0]);
+      _mm512_store_ps(score + r * kTileKeys + 16 * v + 16, total[r][1]);
+    }
+  }
+}
+
+// ---- probabilities
+
+// 2^x for x <= 0 to 8e-5, which is less than half of what is rounded away after it: a cubic on each
+// [n, n + 1).
+KSL_INLINE __m512 short_exp2(__m512 x) {
+  const __m512 r = _mm512_reduce_ps(x, 9);  // x - floor(x)
+  __m512 q = _mm512_set1_ps(0x1.3f96a4p-4f);
+  q = _mm512_fmadd_ps(q, r, _mm512_set1_ps(0x1.cefc4cp-3f));
+  q = _mm512_fmadd_ps(q, r, _mm512_set1_ps(0x1.64444cp-1f));
+  q = _mm512_fmadd_ps(q, r, _mm512_set1_ps(0x1.fff632p-1f));
+  return _mm512_scalef_ps(q, x);  // takes floor(x)
+}
+
+// In quad h of lanes of the result: what `join` makes of the lanes of x[h].
+template <class F>
+KSL_INLINE __m512 reduce_quads(const __m512 *x, F join) {
+  const __m512 a =
+      join(_mm512_shuffle_f32x4(x[0], x[1], 0x44), _mm512_shuffle_f32x4(x[0], x[1], 0xee));
+  const __m512 b =
+      join(_mm512_shuffle_f32x4(x[2], x[3], 0x44), _mm512_shuffle_f32x4(x[2], x[3], 0xee));
+  __m512 c = join(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  c = join(c, _mm512_permute_ps(c, 0xb1));
+  return join(c, _mm512_permute_ps(c, 0x4e));
+}
+
+// Which bytes of two vectors of floats 2^15 + x are the integers below x.
+struct WholeBytes {
+  uint8_t at[64];
+  constexpr WholeBytes() : at() {
+    for (int i = 0; i < 64; i++) at[i] = (uint8_t)(4 * (i % 32) + 1);
+  }
+};
+alignas(64) constexpr WholeBytes kWholeBytes;
+
+// Of R queries that see the first n_keys of the tile each: p [.][kTileKeys] bytes, 255 for what
+// adds most; the exponent that stands for, and the sum of probabilities relative to it.
+template <int R, bool kAll>
+static void soften_codes(const CodeTile *t, const uint8_t *q, size_t q_step, const float *score,
+                         const int *n_keys, uint8_t *p, float *m, float *l) {
+  alignas(64) float most[16], sums[16];
+  const __m512 none = _mm512_set1_ps(-__builtin_inff());
+  __m512 x[R][4], of[4] = {none, none, none, none};
+  __mmask16 sees[R][4];
+#pragma GCC unroll 4
+  for (int h = 0; h < R; h++) {
+    const __m512 scale = _mm512_set1_ps(query_facts(q + h * q_step, t->head_dim)->scale);
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; v++) {
+      const int live = kAll ? 16 : n_keys[h] - 16 * v;
+      sees[h][v] = live >= 16 ? (__mmask16)0xffff : live > 0 ? lanes_below(live) : (__mmask16)0;
+      x[h][v] = _mm512_fmadd_ps(_mm512_load_ps(score + h * kTileKeys + 16 * v), scale,
+                                _mm512_load_ps(t->v_log + 16 * v));
+      if (!kAll) x[h][v] = _mm512_mask_mov_ps(none, sees[h][v], x[h][v]);
+    }
+    of[h] = _mm512_max_ps(_mm512_max_ps(x[h][0], x[h][1]), _mm512_max_ps(x[h][2], x[h][3]));
+  }
+  _mm512_store_ps(most, reduce_quads(of, [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); }));
+  const __m512i whole = _mm512_load_si512(kWholeBytes.at);
+#pragma GCC unroll 4
+  for (int h = 0; h < R; h++) {
+    const __m512 shift = _mm512_set1_ps(most[4 * h]);
+    of[h] = _mm512_setzero_ps();
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; v++) {
+      const __m512 e = short_exp2(_mm512_sub_ps(x[h][v], shift));
+      const __m512 inverse = kAll ? _mm512_load_ps(t->v_inverse + 16 * v)
+                                  : _mm512_maskz_load_ps(sees[h][v], t->v_inverse + 16 * v);
+      of[h] = _mm512_fmadd_ps(e, inverse, of[h]);
+      // In a float at 2^15 the second byte is the integer below.
+      x[h][v] = _mm512_fmadd_ps(e, _mm512_set1_ps(255.0f), _mm512_set1_ps(32768.5f));
+    }
+    const __m512i a = _mm512_permutex2var_epi8((__m512i)x[h][0], whole, (__m512i)x[h][1]);
+    const __m512i b = _mm512_permutex2var_epi8((__m512i)x[h][2], whole, (__m512i)x[h][3]);
+    _mm512_store_si512(p + h * kTileKeys, _mm512_inserti64x4(a, _mm512_castsi512_si256(b), 1));
+  }
+  _mm512_store_ps(sums, reduce_quads(of, [](__m512 a, __m512 b) { return _mm512_add_ps(a, b); }));
+#pragma GCC unroll 4
+  for (int h = 0; h < R; h++) {
+    m[h] = most[4 * h];
+    l[h] = sums[4 * h];
+  }
+}
+
+// ---- values
+
+// What a tile adds to running results: acc := old acc + fresh sum; a start has no acc.
+struct CodeWeights {
+  alignas(64) float old[kBlockQueries], fresh[kBlockQueries];
+  bool start[kBlockQueries];
+};
+
+// Adds 16 N channels from `at` to acc of R queries.
+template <int R, int N>
+static void values_of_codes(const CodeTile *t, const uint8_t *p, int at, bool fetch,
+                            const CodeWeights *w, int first, float *acc) {
+  Lanes sum[R][N];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int o = 0; o < N; o++) sum[r][o] = (Lanes)_mm512_setzero_si512();
+  const int pieces = (t->n + kPieceKeys - 1) / kPieceKeys;
+  for (int piece = 0; piece < pieces; piece++) {
+    const int8_t *v = t->v[piece] + kPieceKeys * at;
+    const uint8_t *next =
+        fetch ? t->next[piece] + (size_t)kPieceKeys * (t->head_dim + at) : nullptr;
+#pragma GCC unroll 1
+    for (int j = 0; j < kPieceKeys; j += 4, p += 4, v += 256) {
+      __m512i x[N];
+#pragma GCC unroll 4
+      for (int o = 0; o < N; o++) x[o] = _mm512_load_si512(v + 64 * o);
+      if (fetch) {
+#pragma GCC unroll 4
+        for (int o = 0; o < N; o++) __builtin_prefetch(next + 64 * (j + o), 0, 2);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        const __m512i four = four_bytes(p + r * kTileKeys);
+#pragma GCC unroll 4
+        for (int o = 0; o < N; o++) dot_bytes(sum[r][o], four, x[o]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++, acc += t->head_dim) {
+    const __m512 fresh = _mm512_set1_ps(w->fresh[first + r]);
+    const float old = w->old[first + r];
+    __m512 x[N];
+#pragma GCC unroll 4
+    for (int o = 0; o < N; o++) x[o] = floats_of(sum[r][o]);
+    if (w->start[first + r]) {
+#pragma GCC unroll 4
+      for (int o = 0; o < N; o++) x[o] = _mm512_mul_ps(x[o], fresh);
+    } else if (old == 1.0f) {  // as the general case, which is rare
+#pragma GCC unroll 4
+      for (int o = 0; o < N; o++)
+        x[o] = _mm512_fmadd_ps(x[o], fresh, _mm512_loadu_ps(acc + at + 16 * o));
+    } else {
+#pragma GCC unroll 4
+      for (int o = 0; o < N; o++)
+        x[o] = _mm512_fmadd_ps(
+            x[o], fresh, _mm512_mul_ps(_mm512_loadu_ps(acc + at + 16 * o), _mm512_set1_ps(old)));
+    }
+#pragma GCC unroll 4
+    for (int o = 0; o < N; o++) _mm512_storeu_ps(acc + at + 16 * o, x[o]);
+  }
+}
+
+// ---- a tile
+
+// Adds the tile to at most kBlockQueries queries, which see at least one key each.
+static void attn_block_codes(const CodeTile *t, const uint8_t *q, size_t q_step, int queries,
+                             const int *n_keys, bool fetch, float *m, float *l, float *acc) {
+  alignas(64) float score[kBlockQueries * kTileKeys];
+  alignas(64) uint8_t p[kBlockQueries * kTileKeys];
+  alignas(64) float tile_m[kBlockQueries], tile_l[kBlockQueries];
+  CodeWeights w;
+  bool ahead = fetch;
+  if (t->nibbles) {
+    each_rows(queries, [&](auto rows, int r) {
+      scores_of_nibbles<rows.n>(t, q + r * q_step, q_step, score + r * kTileKeys);
+    });
+  } else {
+    each_rows(queries, [&](auto rows, int r) {
+      scores_of_bytes<rows.n>(t, q + r * q_step, q_step, ahead, score + r * kTileKeys);
+      ahead = false;
+    });
+  }
+  int done = 0;
+  const bool all = n_keys[0] >= kTileKeys;  // ascending
+  const auto soften = [&](auto rows) {
+    for (; done + rows.n <= queries; done += rows.n) {
+      const auto some = all ? soften_codes<rows.n, true> : soften_codes<rows.n, false>;
+      some(t, q + done * q_step, q_step, score + done * kTileKeys, n_keys + done,
+           p + done * kTileKeys, tile_m + done, tile_l + done);
+    }
+  };
+  soften(Count<4>());
+  soften(Count<2>());
+  soften(Count<1>());
+  for (int h = 0; h < queries; h++) w.start[h] = m[h] == -__builtin_inff() && l[h] == 0.0f;
+  each_vector(queries, [&](int h, auto load, auto store) {  // as attn_combine
+    const V before = load(m + h), now = load(tile_m + h), most = v_max(now, before);
+    const V old = v_exp2(v_sub(before, most)), fresh = v_exp2(v_sub(now, most));
+    store(w.old + h, old);
+    store(w.fresh + h, v_mul(fresh, v_set1(1.0f / 255)));
+    store(m + h, most);
+    store(l + h, v_fma(load(tile_l + h), fresh, v_mul(load(l + h), old)));
+  });
+  ahead = fetch;
+  each_rows(queries, [&](auto rows, int r) {
+    const uint8_t *of = p + r * kTileKeys;
+    float *to = acc + (size_t)r * t->head_dim;
+    int at = 0;
+    for (; at + 64 <= t->head_dim; at += 64)
+      values_of_codes<rows.n, 4>(t, of, at, ahead, &w, r, to);
+    if (at < t->head_dim) values_of_codes<rows.n, 2>(t, of, at, ahead, &w, r, to);
+    ahead = false;
+  });
+}
+
+static void attn_columns_codes(const CodeTile *t, const uint8_t *q, size_t q_step, int group,
+                               int columns, const int *n_keys, float *m, float *l, float *acc) {
+  int c = 0;
+  while (c < columns && n_keys[c] <= 0) c++;
+  bool fetch = t->next[0] != nullptr;
+  const int end = columns * group;
+  for (int h = c * group, n; h < end; h += n) {
+    n = end - h < kBlockQueries ? end - h : (int)kBlockQueries;
+    int sees[kBlockQueries];
+    for (int i = 0; i < n; i++) sees[i] = n_keys[(h + i) / group];
+    attn_block_codes(t, q + h * q_step, q_step, n, sees, fetch, m + h, l + h,
+                     acc + (size_t)h * t->head_dim);
+    fetch = false;
+  }
+}
+
+// A query as bytes: code times absmax / 127. `paired`: of each eight channels first the even ones.
+static void attn_query_codes(const float *q, int head_dim, float scale, bool paired, void *out) {
+  __m512 most = _mm512_setzero_ps(), sum = most;
+  for (int i = 0; i < head_dim; i += 16) {
+    const __m512 x = _mm512_loadu_ps(q + i);
+    most = _mm512_max_ps(most, _mm512_abs_ps(x));
+    sum = _mm512_add_ps(sum, _mm512_sub_ps(x, x));  // NaN of infinities, and stays
+  }
+  const float top = v_hmax({most}), spoilt = v_hsum({sum});
+  const bool some = top >= 0x1p-100f;
+  const __m512 inverse = _mm512_set1_ps(some ? 127.0f / top : 0.0f);
+  uint8_t *to = (uint8_t *)out;
+  CodeQuery *facts = (CodeQuery *)(to + head_dim);
+  int total = 0;
+  for (int g = 0; g < head_dim / kGroupChannels; g++) {
+    const float *from = q + kGroupChannels * g;
+    const __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(from), inverse));
+    const __m512i b = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(from + 16), inverse));
+    const int of_group = _mm512_reduce_add_epi32(_mm512_add_epi32(a, b));
+    __m256i codes = _mm256_set_m128i(_mm512_cvtepi32_epi8(b), _mm512_cvtepi32_epi8(a));
+    if (paired)
+      codes = _mm256_shuffle_epi8(
+          codes, _mm256_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15, 0, 2, 4, 6,
+                                  1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15));
+    _mm256_storeu_si256((__m256i *)(to + kGroupChannels * g), codes);
+    facts->sums[g] = (float)of_group;
+    total += of_group;
+  }
+  facts->scale = (some ? top * (1.0f / 127) * scale : 0.0f) + spoilt;
+  facts->bias = -128 * total;
+}
+
+static void attn_query_bytes(const float *q, int head_dim, float scale, void *out) {
+  attn_query_codes(q, head_dim, scale, false, out);
+}
+
+static void attn_tile_codes(const uint8_t *const *pieces, const uint8_t *const *next, int n_next,
+                            const void *q, int group, int columns, const int *n_keys, int head_dim,
+                            float *m, float *l, float *acc) {
+  CodeTile t;
+  t.n = n_keys[columns - 1];
+  if (t.n <= 0) return;
+  t.head_dim = head_dim;
+  t.nibbles = false;
+  const int n = (t.n + kPieceKeys - 1) / kPieceKeys;
+  for (int i = 0; i < kTilePieces; i++) {
+    // Nothing is written.
+    const CodePiece piece = code_piece(const_cast<uint8_t *>(pieces[i < n ? i : n - 1]), head_dim);
+    t.k[i] = piece.k;
+    t.v[i] = (const int8_t *)piece.v;
+    _mm512_store_ps(t.k_scale[0] + kPieceKeys * i, _mm512_load_ps(piece.k_scale));
+    _mm512_store_ps(t.v_log + kPieceKeys * i, _mm512_load_ps(piece.v_log));
+    _mm512_store_ps(t.v_inverse + kPieceKeys * i, _mm512_load_ps(piece.v_inverse));
+    t.next[i] = n_next ? next[i < n_next ? i : n_next - 1] : nullptr;
+  }
+  attn_columns_codes(&t, (const uint8_t *)q, 4 * (size_t)head_dim, group, columns, n_keys, m, l,
+                     acc);
+}
+
+}  // namespace
+}  // namespace ksl
