@@ -1,17 +1,15 @@
 """A full-size model behind the whole stack: first tokens cold and warm, decode beside a long
-prompt, and agent-shaped churn.
+prompt and beside copies between tiers. `bench.churn` is the traffic of many clients.
 
-    python -m bench.at_size [--cases first,mixed,tiers,churn] [--tokens 8192,32768,131072]
-                            [--seconds 60] [--save] [-- FLAGS]
+    python -m bench.at_size [--cases first,mixed,tiers] [--tokens 8192,32768,131072] [--save]
+                            [-- FLAGS]
 
 FLAGS go to the server; by default it serves `synth:27b` in NVFP4 on the CUDA device. `first`: a
 prompt nobody has seen, then the next turn of that conversation with 200 new tokens; `ratio` is how
 many times sooner the second begins. `mixed`: gaps between tokens of four streams, before and while
-a prompt of the longest size is computed, beside the bound that is configured. `churn`: sixteen
-clients whose conversations grow, some of them hanging up in the middle; in the end nothing may be
-held that was free before. `tiers`, on a server of its own with few slabs for checkpoints: gaps of a
-decoding stream alone, while the checkpoints of a long prompt are copied to host memory and disk,
-and while they come back.
+a prompt of the longest size is computed, beside the bound that is configured. `tiers`, on a server
+of its own with few slabs for checkpoints: gaps of a decoding stream alone, while the checkpoints of
+a long prompt are copied to host memory and disk, and while they come back.
 """
 
 from __future__ import annotations
@@ -19,16 +17,13 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import random
 import statistics
-import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from bench.apc import Message, Server, Texts, ask
@@ -37,11 +32,9 @@ from kslserve.config import Settings
 
 DEFAULT_FLAGS = ("--model", "synth:27b", "--weights", "nvfp4", "--device", "cuda")
 STREAMS = 4
-CLIENTS = 16
 ALONE_S = 1.5
 NEW_TOKENS = 200
 TARGET = 50  # warm over cold, at 32k
-SETTLE_S = 30
 MOVE_S = 20  # longest wait for copies
 BOUNDS_MS = (0, 2, 5, 10, 15, 20, 30, 50, 100, 200, 500, 1000, float("inf"))
 
@@ -80,36 +73,6 @@ def health(server: Server) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(connection.getresponse().read())
     connection.close()
     return found
-
-
-def settled(server: Server) -> dict[str, Any]:
-    """The scheduler's counts once nothing runs, or after SETTLE_S seconds."""
-    deadline = time.monotonic() + SETTLE_S
-    while True:
-        found: dict[str, Any] = health(server)["scheduler"]
-        if not found["running"] + found["queued"] or time.monotonic() > deadline:
-            return found
-        time.sleep(0.2)
-
-
-def device_mib() -> int:
-    """Memory in use on the device; 0 where it cannot be asked."""
-    try:
-        out = subprocess.run(
-            ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"],
-            capture_output=True, text=True, check=True,
-        ).stdout  # fmt: skip
-    except (OSError, subprocess.CalledProcessError):
-        return 0
-    return int(out.split()[0])
-
-
-def host_mib(server: Server) -> int:
-    """Memory of the server's process that no other has."""
-    for line in Path(f"/proc/{server.process.pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) // 1024
-    return 0
 
 
 def first(report: Report, server: Server, texts: Texts, sizes: list[int]) -> None:
@@ -214,60 +177,15 @@ def tiers(report: Report, texts: Texts, tokens: int, flags: Sequence[str]) -> No
     )  # fmt: skip
 
 
-def churn(report: Report, server: Server, texts: Texts, seconds: float, most: int) -> None:
-    lock = threading.Lock()
-    end = time.monotonic() + seconds
-    counts = {"requests": 0, "hung_up": 0, "prompt": 0, "cached": 0}
-
-    def client(number: int) -> None:
-        rng = random.Random(number)
-        messages: list[Message] = []
-        while time.monotonic() < end:
-            with lock:
-                if not messages:
-                    messages = texts.conversation(rng.randrange(500, 6000))
-                body = list(messages)
-            if rng.random() < 0.15:
-                stop = threading.Event()
-                threading.Timer(rng.random(), stop.set).start()
-                gaps_of(server, body, 400, stop)
-                counts["hung_up"] += 1
-                continue
-            answer = ask(server, body, rng.randrange(4, 120))
-            counts["requests"] += 1
-            size = int(answer.usage["prompt_tokens"])
-            counts["prompt"] += size
-            counts["cached"] += answer.cached
-            with lock:
-                grown = texts.follow(messages, answer, rng.choice((50, 200, 2000)))
-            messages = grown if size < most and rng.random() < 0.93 else []
-
-    before, memory, host = settled(server), device_mib(), host_mib(server)
-    with ThreadPoolExecutor(CLIENTS) as pool:
-        list(pool.map(client, range(CLIENTS)))
-    after = settled(server)
-    kept = {name: after[name] - before[name] for name in ("slots_free", "blocks_free", "running")}
-    report.add(
-        "churn", **counts, shared=counts["cached"] / max(counts["prompt"], 1),
-        **{f"{name}_change": value for name, value in kept.items()},
-        device_mib_change=device_mib() - memory, host_mib_change=host_mib(server) - host,
-        last_error=after["last_error"],
-    )  # fmt: skip
-    if any(kept.values()):
-        raise SystemExit(f"not everything was given back: {kept}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", default="first,mixed,tiers,churn")
+    parser.add_argument("--cases", default="first,mixed,tiers")
     parser.add_argument("--tokens", default="8192,32768,131072")
-    parser.add_argument("--seconds", type=float, default=60, help="of churn")
-    parser.add_argument("--most", type=int, default=60000, help="tokens to which churn grows")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("flags", nargs="*", help="flags of the server, after --")
     args = parser.parse_args()
     sizes = sorted(map(int, args.tokens.split(",")))
-    window = max(sizes[-1] + 4096, 12288)  # churn begins with up to 6000 tokens
+    window = sizes[-1] + 4096
     report = Report("at_size")
     texts = Texts(seed=5)
     cases = args.cases.split(",")
@@ -285,10 +203,8 @@ def main() -> None:
         for case in cases:
             if case == "first":
                 first(report, server, texts, sizes)
-            elif case == "mixed":
-                mixed(report, server, texts, sizes)
             else:
-                churn(report, server, texts, args.seconds, min(args.most, window - 4000))
+                mixed(report, server, texts, sizes)
     finally:
         server.stop()
     report.write(args.save)

@@ -26,11 +26,11 @@ CONTEXT = 65536
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
-def send(server: Server, path: str, body: dict[str, Any]) -> tuple[int, str]:
-    """Status and text of the answer, which is one token long."""
-    body = {**body, **{name: 1 for name in LIMITS if body.get(name)}}
+def send(server: Server, path: str, body: dict[str, Any], tokens: int = 1) -> tuple[int, str]:
+    """Status and text of the answer, which is that many tokens long at most."""
+    body = {**body, **{name: tokens for name in LIMITS if body.get(name)}}
     if not any(body.get(name) for name in LIMITS):
-        body["max_output_tokens" if path == "/v1/responses" else "max_tokens"] = 1
+        body["max_output_tokens" if path == "/v1/responses" else "max_tokens"] = tokens
     connection = http.client.HTTPConnection("127.0.0.1", server.port)
     headers = {"Content-Type": "application/json"}
     connection.request("POST", path, json.dumps(body), headers)
