@@ -17,6 +17,7 @@ from dataclasses import dataclass
 CHUNK_MIN = 16  # prompt columns that are always worth a wave
 CHUNK_START = 64
 AIM = 0.8  # part of the target time that a wave is planned for; the rest absorbs noise
+LEVEL_MAX = 2.0  # most that one wave changes the estimate
 FORGET = 0.9  # weight of the past in the moving averages
 
 
@@ -67,7 +68,8 @@ def share(prompt_left: Sequence[int], last_served: Sequence[int], budget: Budget
 class WaveCost:
     """Moving estimate of wave time = base + columns * slope, in milliseconds, and the prompt
     columns that follow from it. Estimates are a least-squares line over waves with fading
-    weights.
+    weights, times what the last wave with prompt columns took of what the line had said: a column
+    behind many keys costs more, and the line learns that only when the prompt has gone further.
 
     chunk: prompt columns of the next wave that has any, beside decode rows; alone: without."""
 
@@ -95,6 +97,8 @@ class WaveCost:
 
     def observe(self, columns: int, prompt_columns: int, ms: float) -> None:
         """A wave of `columns` (of them `prompt_columns` of prompts) took `ms`."""
+        base, slope = self.line()
+        foreseen = base + slope * columns
         self._n = self._n * FORGET + 1.0
         self._x = self._x * FORGET + columns
         self._y = self._y * FORGET + ms
@@ -102,19 +106,19 @@ class WaveCost:
         self._xy = self._xy * FORGET + columns * ms
         if not prompt_columns:
             return
+        level = min(max(ms / foreseen, 1 / LEVEL_MAX), LEVEL_MAX) if foreseen > 0.0 else 1.0
         longest = max(self.gap_ms, self.target_ms)
         beside = min(max(self.target_ms, 2.0 * self.line()[0]), longest)
-        self.chunk = self._next(self.chunk, beside, prompt_columns, ms)
-        self.alone = self._next(self.alone, longest, prompt_columns, ms)
+        self.chunk = self._next(self.chunk, beside, prompt_columns, level)
+        self.alone = self._next(self.alone, longest, prompt_columns, level)
 
-    def _next(self, chunk: int, allowed_ms: float, prompt_columns: int, ms: float) -> int:
+    def _next(self, chunk: int, allowed_ms: float, prompt_columns: int, level: float) -> int:
         """The chunk that follows one, after a wave."""
         base, slope = self.line()
-        if ms > allowed_ms and prompt_columns <= chunk:
-            chunk = prompt_columns // 2
-        else:
-            # Growth is bounded: the line says little about waves much larger than any seen.
-            chunk = min(self._fits(AIM * allowed_ms - base, slope), 2 * max(chunk, CHUNK_MIN))
+        # Changes are bounded: the line says little about waves of other sizes than those seen.
+        least = min(chunk, prompt_columns) // 2
+        most = 2 * max(chunk, CHUNK_MIN)
+        chunk = max(least, min(self._fits(AIM * allowed_ms / level - base, slope), most))
         return max(min(CHUNK_MIN, self.most), min(chunk, self.most))
 
     def _fits(self, room_ms: float, slope: float) -> int:

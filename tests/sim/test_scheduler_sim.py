@@ -301,6 +301,33 @@ def test_decoding_never_waits_longer_than_one_wave_beside_a_long_prompt() -> Non
     world.check_all_free()
 
 
+def test_columns_follow_what_depth_makes_of_them() -> None:
+    """A prompt whose columns cost more with every position before them is computed in ever shorter
+    rows, so that waves beside a decoding row keep to their target."""
+    sizes = replace(SIZES, blocks=300, blocks_per_slot=256, wave_columns=272)
+    world = World(sizes, limits={"context": 4096, "wave_columns": 256})
+    rows: list[tuple[int, int, float]] = []  # start, columns and seconds of the prompt's
+
+    def duration(wave: Wave) -> float:
+        took = 0.005 + sum(row.n * 0.0001 * (1 + row.start / 256) for row in wave.rows)
+        rows.extend((row.start, row.n, took) for row in wave.rows if row.slot == 1 and row.n > 1)
+        return took
+
+    world.engine._duration = duration  # type: ignore[method-assign]
+    world.submit(job(5, 1000, seed=1))
+    world.run(until=0.3)
+    deep = world.submit(job(3500, 2, seed=2))
+    while not deep.ids:
+        assert world.clock.step()
+        world.scheduler.check()
+    early = [n for start, n, _ in rows if 500 < start < 1000]
+    late = [n for start, n, _ in rows if start > 3000][:-1]  # the last one is what was left
+    assert max(late) < min(early)
+    # The target is 50 ms, and a wave is planned for a part of it.
+    assert max(took for _, _, took in rows) <= 0.06
+    assert min(late) >= 0.25 * 0.05 / (0.0001 * 3500 / 256)  # and are not too short either
+
+
 @pytest.mark.parametrize(("count", "prompt"), [(4, 200), (8, 96), (8, 240)])
 def test_first_tokens_of_queued_prompts_come_one_by_one(count: int, prompt: int) -> None:
     """Prompts that came at the same moment are not computed side by side until all are done at
