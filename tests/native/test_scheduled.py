@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import time
+from collections import Counter
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,6 +50,18 @@ def jobs() -> list[Job]:
                 strict=True)
         )
     ]  # fmt: skip
+
+
+class Counting:
+    """A library that counts the calls of each function."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self.calls: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls[name] += 1
+        return getattr(self._library, name)
 
 
 async def run(
@@ -99,3 +116,55 @@ async def test_what_the_engine_refuses_ends_one_job(
     assert refused.admitted_count == 0
     assert first.reason is FinishReason.LENGTH
     assert last.error is None
+
+
+async def test_a_wave_is_two_calls_of_the_library(
+    model: tuple[ModelSpec, list[TensorArg]],
+) -> None:
+    """Whatever the number of sequences: one that submits it and one that reads its results."""
+    engine = NativeEngine.open(*model, POOLS, kv_format="bf16", threads=1)
+    library = Counting(engine._lib)
+    engine._lib = library
+    metrics = Metrics()
+    scheduler = Scheduler(engine, LIMITS, metrics)
+    scheduler.start()
+    for one in jobs()[:3]:
+        scheduler.submit(one, Recorder())
+    await scheduler.drain(120)
+    waves = metrics.counter("waves_total", "").value
+    assert waves >= 25
+    assert library.calls["ksl_submit"] == waves
+    assert library.calls["ksl_poll"] <= waves
+    assert library.calls.keys() <= {"ksl_submit", "ksl_poll", "ksl_event_fd"}
+    scheduler.close()
+    engine.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are listed by /proc")
+def test_threads_are_nice_and_sleep_when_nothing_runs(
+    model: tuple[ModelSpec, list[TensorArg]],
+) -> None:
+    """All of the engine's, and nobody else."""
+
+    def threads() -> dict[str, list[str]]:
+        """Fields behind the name of each thread's stat line, from the state on."""
+        found = {}
+        for task in Path("/proc/self/task").iterdir():
+            found[task.name] = (task / "stat").read_text().rpartition(")")[2].split()
+        return found
+
+    before = threads()
+    engine = NativeEngine.open(*model, POOLS, kv_format="bf16", threads=3, nice=7)
+    try:
+        for _ in range(500):
+            ours = {k: v for k, v in threads().items() if k not in before}
+            if len(ours) == 3 and all((v[0], v[16]) == ("S", "7") for v in ours.values()):
+                break
+            time.sleep(0.01)
+        else:
+            raise AssertionError(f"after 5 s: {ours}")
+        assert {k: v[16] for k, v in threads().items() if k in before} == {
+            k: v[16] for k, v in before.items()
+        }
+    finally:
+        engine.close()

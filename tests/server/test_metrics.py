@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -111,6 +112,32 @@ def test_every_name_is_there_and_the_text_is_well_formed(server: Server) -> None
     assert server.metric("time_to_first_token_seconds_count") == 1
     assert server.metric("engine_up") == 1
     assert server.metric("engine_busy") == 0
+
+
+def test_what_is_submitted_has_one_state_or_runs(tmp_path: Path) -> None:
+    slow = {"chunks": ["tick "] * 400, "end": "stop", "thinking": False, "delay_ms": 5}
+    with serving(script_settings(tmp_path, [slow], context=4096)) as server:
+        body = {"model": "m", "stream": True, "messages": [{"role": "user", "content": "Go."}]}
+        request = urllib.request.Request(
+            server.url + "/chat/completions",
+            json.dumps(body).encode(),
+            {"content-type": "application/json"},
+        )
+
+        def counts() -> list[float]:
+            names = ("submitted", *STATES)
+            return [server.metric(f'requests_total{{state="{state}"}}') for state in names]
+
+        with urllib.request.urlopen(request, timeout=20) as response:
+            for _ in range(3):  # the first event is there before the first token
+                response.readline()
+            assert counts() == [1, 0, 0, 0, 0]
+            in_flight = [server.metric(f'requests{{state="{s}"}}') for s in ("queued", "decoding")]
+            assert in_flight == [0, 1]
+        until = time.monotonic() + 20
+        while counts()[2] != 1 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert counts() == [1, 0, 1, 0, 0]
 
 
 def test_usage_tells_what_was_written_to_the_cache(server: Server) -> None:

@@ -89,6 +89,41 @@ def test_a_signal_lets_a_live_stream_finish(tmp_path: Path, number: signal.Signa
     assert rest.endswith(b"data: [DONE]\n\n")
 
 
+def test_what_a_stop_refuses_and_closes(tmp_path: Path) -> None:
+    """While a stream has its time: idle connections are closed, new ones refused, and requests that
+    were under way are answered."""
+    with process(*scripted(tmp_path)) as server, chat(server.wait_ready(), "slow") as response:
+        response.readline()
+        parts = urlsplit(server.url)
+        address = parts.hostname or "", parts.port or 0
+        idle = socket.create_connection(address, timeout=30)
+        heads = {
+            b"GET /readyz HTTP/1.1": b"",
+            b"GET /livez HTTP/1.1": b"",
+            b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 2": b"{}",
+        }
+        begun = []
+        for head in heads:
+            begun.append(socket.create_connection(address, timeout=30))
+            begun[-1].sendall(head + b"\r\nHost: localhost\r\n")
+        get_text(server.url.removesuffix("/v1") + "/livez")  # so all that came before was read
+        server.process.send_signal(signal.SIGTERM)
+        with idle:
+            assert idle.recv(100) == b""
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
+        answers = []
+        for connection, body in zip(begun, heads.values(), strict=True):
+            with connection:
+                connection.sendall(b"\r\n" + body)
+                answers.append(connection.makefile("rb").read())
+        for answer, status in zip(answers, (503, 200, 503), strict=True):
+            assert answer.startswith(b"HTTP/1.1 %d " % status), answer
+            assert (b"\r\nretry-after: " in answer) == (status == 503)
+        assert response.read().count(b"tick") == 100
+        assert server.finish()[0] == 0
+
+
 def test_a_stream_that_outlives_the_grace_is_cut(tmp_path: Path) -> None:
     with (
         process(*scripted(tmp_path), "--grace-s", "0") as server,

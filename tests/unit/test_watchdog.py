@@ -101,3 +101,27 @@ def test_a_stuck_loop_ends_the_process_with_its_stacks() -> None:
     assert done.returncode == 1
     assert done.stdout == "alive\n"
     assert "in main" in done.stderr
+
+
+STUCK_SERVER = """
+import asyncio, time
+from kslserve.app import App
+from kslserve.config import Settings
+
+async def main():
+    app = App(Settings(engine="fake", port=0, context=1024, watchdog_loop_s=1.0))
+    await app.start()
+    time.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_a_server_has_the_deadline_of_its_settings() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK_SERVER], capture_output=True, text=True, timeout=50,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "in main" in done.stderr
+    assert done.stdout.splitlines()[-1].startswith("ready")
