@@ -203,7 +203,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--chunk", type=int, default=64)
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args(arguments)
-    report = Report("quality")
+    kept = Path(args.model).name
+    report = Report("quality" if kept == "ksl-nano" else f"quality_{kept}")
     blind = run(args, report)
     report.write(args.save)
     if blind:
