@@ -100,12 +100,10 @@ KSL_INLINE void floats_of_halves(const uint8_t *scales, int n, float *out) {
   _mm512_store_ps(out, _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(live, scales)));
 }
 
-// The 16 values of a group: (code - zero) * scale.
-template <bool kZero>
-KSL_INLINE __m512 nibble_values(const float *scales, int group) {
-  const __m512 steps = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  const __m512 zero = _mm512_set1_ps(kZero ? scales[2 * group + 1] : 8.0f);
-  return _mm512_mul_ps(_mm512_sub_ps(steps, zero), _mm512_set1_ps(scales[(kZero ? 2 : 1) * group]));
+// The 16 values of a group: (code - 8) * scale.
+KSL_INLINE __m512 nibble_values(float scale) {
+  const __m512 steps = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+  return _mm512_mul_ps(steps, _mm512_set1_ps(scale));
 }
 // 32 codes as indices of words.
 KSL_INLINE Words nibbles(const uint8_t *codes) {
@@ -115,45 +113,33 @@ KSL_INLINE Words nibbles(const uint8_t *codes) {
                                    0xa8);
 }
 
-// The channels of groups g and g + 1, by one table of both.
-template <bool kZero>
-KSL_INLINE void two_groups(const uint8_t *codes, const float *scales, int g, Words &low,
-                           Words &high) {
-  const Words values =
-      words_of(nibble_values<kZero>(scales, g), nibble_values<kZero>(scales, g + 1));
-  const Words second = _mm512_or_si512(nibbles(codes + 16 * g + 16), _mm512_set1_epi16(16));
-  low = _mm512_permutexvar_epi16(nibbles(codes + 16 * g), values);
-  high = _mm512_permutexvar_epi16(second, values);
-}
-
-// scales: per 32 channels a scale, and a zero point if `kZero`, else that is 8.
-template <bool kZero>
+// scales: one per 32 channels. Two groups go by one table of both.
 KSL_INLINE void words_of_nibbles(const uint8_t *codes, const float *scales, int d, uint16_t *out) {
   int g = 0;
   for (; 32 * g + 64 <= d; g += 2) {
-    Words low, high;
-    two_groups<kZero>(codes, scales, g, low, high);
-    _mm512_storeu_si512(out + 32 * g, low);
-    _mm512_storeu_si512(out + 32 * g + 32, high);
+    const Words values = words_of(nibble_values(scales[g]), nibble_values(scales[g + 1]));
+    const Words second = _mm512_or_si512(nibbles(codes + 16 * g + 16), _mm512_set1_epi16(16));
+    _mm512_storeu_si512(out + 32 * g, _mm512_permutexvar_epi16(nibbles(codes + 16 * g), values));
+    _mm512_storeu_si512(out + 32 * g + 32, _mm512_permutexvar_epi16(second, values));
   }
   if (32 * g < d) {
-    const __m512 last = nibble_values<kZero>(scales, g);
+    const __m512 last = nibble_values(scales[g]);
     _mm512_storeu_si512(out + 32 * g,
                         _mm512_permutexvar_epi16(nibbles(codes + 16 * g), words_of(last, last)));
   }
 }
 
-// Any compact row but a K of q4.
+// Any compact row but one of q4.
 static void kv_words(int format, const uint8_t *codes, const uint8_t *scales, int d,
                      uint16_t *out) {
-  if (format == KSL_KV_FP8 || format == KSL_KV_Q4) {
+  if (format == KSL_KV_FP8) {
     words_of_e4m3(codes, d, out);
   } else if (format == KSL_KV_INT8_G64) {
     words_of_int8(codes, scales, d, out);
   } else {
     alignas(64) float halves[16];
     floats_of_halves(scales, d / 32, halves);
-    words_of_nibbles<false>(codes, halves, d, out);
+    words_of_nibbles(codes, halves, d, out);
   }
 }
 
@@ -169,7 +155,6 @@ struct Count {
 struct Tile {
   int n, head_dim;
   const uint16_t *keys[kTileKeys];       // rows of bf16; behind the last, that again
-  const float *halves;                   // [kTileKeys][16]: `keys` are codes of q4; null: words
   const uint8_t *values[kTileKeys];      // as stored; the same
   const uint32_t *columns;               // see fill_columns; null: not there
   const uint32_t *pairs;                 // [kTileKeys / 2][head_dim]: two keys' values in each
@@ -203,46 +188,26 @@ KSL_INLINE __m512 sum_quads(const __m512 *s) {
   return _mm512_add_ps(_mm512_shuffle_ps(c[0], c[1], 0x88), _mm512_shuffle_ps(c[0], c[1], 0xdd));
 }
 
-// How keys are read: as rows of bf16; or as codes of q4, so that few queries need no row to be
-// made.
-struct KeyRows {
-  enum { kWords = 1 };
-  KSL_INLINE void load(const Tile *t, int key, int at, Words *out) {
-    out[0] = _mm512_loadu_si512(t->keys[key] + at);
-  }
-};
-struct KeyCodes {
-  enum { kWords = 2 };
-  KSL_INLINE void load(const Tile *t, int key, int at, Words *out) {
-    two_groups<true>((const uint8_t *)t->keys[key], t->halves + 16 * key, at / 32, out[0], out[1]);
-  }
-};
-
 // Scores [R][kTileKeys] of R queries and the first n_keys keys; behind them anything.
-template <class Keys, int R>
+template <int R>
 static void scores_bf16(const Tile *t, const uint16_t *q, size_t q_step, int n_keys, float *score) {
-  enum { kKeys = 16 / R, kWords = Keys::kWords };
+  enum { kKeys = 16 / R };
   for (int j0 = 0; j0 < n_keys; j0 += kKeys) {
     for (int j = j0; j < j0 + kKeys; j++) fetch(t->values[j], 0, t->value_bytes, 64);
     __m512 sum[16];  // in sum[4 j + h]: of head h, or part h of the keys
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) sum[i] = _mm512_setzero_ps();
-    for (int i = 0; i < t->head_dim; i += 32 * kWords) {
-      Words a[R][kWords];
+    for (int i = 0; i < t->head_dim; i += 32) {
+      Words a[R];
 #pragma GCC unroll 4
-      for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-        for (int w = 0; w < kWords; w++) a[r][w] = _mm512_loadu_si512(q + r * q_step + i + 32 * w);
+      for (int r = 0; r < R; r++) a[r] = _mm512_loadu_si512(q + r * q_step + i);
 #pragma GCC unroll 16
       for (int j = 0; j < kKeys; j++) {
-        Words k[kWords];
-        Keys::load(t, j0 + j, i, k);
+        const Words k = _mm512_loadu_si512(t->keys[j0 + j] + i);
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
           __m512 &to = sum[4 * (j % 4) + 4 / R * r + j / 4];
-#pragma GCC unroll 2
-          for (int w = 0; w < kWords; w++)
-            to = _mm512_dpbf16_ps(to, as_bf16(a[r][w]), as_bf16(k[w]));
+          to = _mm512_dpbf16_ps(to, as_bf16(a[r]), as_bf16(k));
         }
       }
     }
@@ -543,13 +508,9 @@ static void attn_block_bf16(Tile *t, const uint16_t *q, size_t q_step, int queri
       two(t, q + r * q_step, q + (r + 1) * q_step, score + r * kTileKeys,
           score + (r + 1) * kTileKeys);
   }
-  const bool codes = t->halves != nullptr;
   for (; r < queries;) {
     const int rows = queries - r >= 4 ? 4 : queries - r >= 2 ? 2 : 1;
-    const auto some = rows == 4   ? codes ? scores_bf16<KeyCodes, 4> : scores_bf16<KeyRows, 4>
-                      : rows == 2 ? codes ? scores_bf16<KeyCodes, 2> : scores_bf16<KeyRows, 2>
-                      : codes     ? scores_bf16<KeyCodes, 1>
-                                  : scores_bf16<KeyRows, 1>;
+    const auto some = rows == 4 ? scores_bf16<4> : rows == 2 ? scores_bf16<2> : scores_bf16<1>;
     some(t, q + r * q_step, q_step, n_keys, score + r * kTileKeys);
     r += rows;
   }
@@ -640,7 +601,7 @@ static void attn_tile_bf16(const KvRun *runs, int n_runs, const KvRun *next, int
   Tile t;
   t.n = n_keys[columns - 1];
   t.head_dim = head_dim;
-  alignas(64) float key_scale[kTileKeys], value_scale[kTileKeys], halves[kTileKeys][16];
+  alignas(64) float key_scale[kTileKeys], value_scale[kTileKeys];
   for (int j = 0; j < kTileKeys; j += 16) {  // what absent keys multiply is zero, or unused
     _mm512_store_ps(key_scale + j, _mm512_set1_ps(1.0f));
     _mm512_store_ps(value_scale + j, _mm512_set1_ps(1.0f));
@@ -654,26 +615,14 @@ static void attn_tile_bf16(const KvRun *runs, int n_runs, const KvRun *next, int
       const uint8_t *k = run->k + i * run->k_step, *k_scale = run->k_scale + i * run->k_scale_step;
       t.values[n] = run->v + i * run->v_step;
       t.keys[n] = (const uint16_t *)k;
-      if (run->format == KSL_KV_FP8 || run->format == KSL_KV_Q4)
+      if (run->format == KSL_KV_FP8) {
         __builtin_memcpy(&value_scale[n], run->v_scale + i * run->v_scale_step, 4);
-      if (run->format == KSL_KV_FP8) __builtin_memcpy(&key_scale[n], k_scale, 4);
+        __builtin_memcpy(&key_scale[n], k_scale, 4);
+      }
       if (run->format == KSL_KV_BF16) continue;
-      if (run->format != KSL_KV_Q4 || !few) t.keys[n] = words + n * head_dim;
-      if (run->format == KSL_KV_Q4)  // ahead of their use, which would wait for the store
-        floats_of_halves(k_scale, head_dim / 16, halves[n]);
-      else
-        kv_words(run->format, k, k_scale, head_dim, words + n * head_dim);
+      t.keys[n] = words + n * head_dim;
+      kv_words(run->format, k, k_scale, head_dim, words + n * head_dim);
     }
-  }
-  t.halves = nullptr;
-  if (runs[0].format == KSL_KV_Q4 && few) {
-    t.halves = halves[0];
-  } else if (runs[0].format == KSL_KV_Q4) {
-    n = 0;
-    for (int r = 0; r < n_runs; r++)
-      for (int i = 0; i < runs[r].n && n < t.n; i++, n++)
-        words_of_nibbles<true>(runs[r].k + i * runs[r].k_step, halves[n], head_dim,
-                               words + n * head_dim);
   }
   const int format = runs[0].format;
   t.value_bytes = format == KSL_KV_BF16 ? 2 * head_dim : head_dim;
@@ -685,10 +634,9 @@ static void attn_tile_bf16(const KvRun *runs, int n_runs, const KvRun *next, int
   for (int j = t.n; j < kTileKeys && j % 16; j++) {
     t.keys[j] = t.keys[t.n - 1];
     t.values[j] = t.values[t.n - 1];
-    if (t.halves) __builtin_memcpy(halves[j], halves[t.n - 1], sizeof halves[j]);
   }
-  const bool e4m3 = format == KSL_KV_FP8 || format == KSL_KV_Q4;
-  t.key_scale = format == KSL_KV_FP8 ? key_scale : nullptr;
+  const bool e4m3 = format == KSL_KV_FP8;
+  t.key_scale = e4m3 ? key_scale : nullptr;
   t.value_scale = e4m3 ? value_scale : nullptr;
   t.columns = nullptr;
   const uint16_t *queries = (const uint16_t *)q;

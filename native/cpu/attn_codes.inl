@@ -27,6 +27,8 @@ struct CodeTile {
   const uint8_t *k[kTilePieces];
   const int8_t *v[kTilePieces];
   const uint8_t *next[kTilePieces];  // pieces to fetch meanwhile; null: none
+  const KvRun *ahead;                // of nibbles: rows, n_ahead of them
+  int n_ahead;
   alignas(64) float v_log[kTileKeys], v_inverse[kTileKeys];
   alignas(64) float k_scale[kMaxGroups][kTileKeys], k_zero[kMaxGroups][kTileKeys];
 };
@@ -82,10 +84,25 @@ static void scores_of_bytes(const CodeTile *t, const uint8_t *q, size_t q_step, 
                       _mm512_mul_ps(floats_of(sum[r][v]), _mm512_load_ps(t->k_scale[0] + 16 * v)));
 }
 
+// Fetches row i of the next tile.
+KSL_INLINE void fetch_row(const CodeTile *t, int i) {
+  if (i >= t->n_ahead) return;
+  const KvRun *run = t->ahead;
+  for (int at = 0; at < t->head_dim / 2; at += 64)
+    __builtin_prefetch(run->k + i * run->k_step + at, 0, 2);
+  for (int at = 0; at < t->head_dim; at += 64)
+    __builtin_prefetch(run->v + i * run->v_step + at, 0, 2);
+  __builtin_prefetch(run->k_scale + i * run->k_scale_step, 0, 2);
+  __builtin_prefetch(run->v_scale + i * run->v_scale_step, 0, 2);
+}
+
 // Two pieces at a time: a vector has eight channels of 16 keys, the even ones in the low nibbles.
 template <int R>
-static void scores_of_nibbles(const CodeTile *t, const uint8_t *q, size_t q_step, float *score) {
+static void scores_of_nibbles(const CodeTile *t, const uint8_t *q, size_t q_step, bool fetch,
+                              float *score) {
   const __m512i low = _mm512_set1_epi8(15);
+  const int rows = kMaxHeadDim / t->head_dim;  // to fetch per step
+  int row = 0;
   for (int v = 0; v < kTilePieces; v += 2) {
     __m512 total[R][2];
 #pragma GCC unroll 8
@@ -97,6 +114,7 @@ static void scores_of_nibbles(const CodeTile *t, const uint8_t *q, size_t q_step
       for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = (Lanes)_mm512_setzero_si512();
 #pragma GCC unroll 4
       for (int i = 0; i < kGroupChannels; i += 8, k0 += 64, k1 += 64, four += 8) {
+        for (const int end = row + rows; fetch && row < end; row++) fetch_row(t, row);
         const __m512i a = _mm512_load_si512(k0), b = _mm512_load_si512(k1);
         const __m512i even[] = {_mm512_and_si512(a, low), _mm512_and_si512(b, low)};
         const __m512i odd[] = {_mm512_and_si512(_mm512_srli_epi16(a, 4), low),
@@ -290,7 +308,8 @@ static void attn_block_codes(const CodeTile *t, const uint8_t *q, size_t q_step,
   bool ahead = fetch;
   if (t->nibbles) {
     each_rows(queries, [&](auto rows, int r) {
-      scores_of_nibbles<rows.n>(t, q + r * q_step, q_step, score + r * kTileKeys);
+      scores_of_nibbles<rows.n>(t, q + r * q_step, q_step, ahead, score + r * kTileKeys);
+      ahead = false;
     });
   } else {
     each_rows(queries, [&](auto rows, int r) {
@@ -319,7 +338,7 @@ static void attn_block_codes(const CodeTile *t, const uint8_t *q, size_t q_step,
     store(m + h, most);
     store(l + h, v_fma(load(tile_l + h), fresh, v_mul(load(l + h), old)));
   });
-  ahead = fetch;
+  ahead = fetch && !t->nibbles;
   each_rows(queries, [&](auto rows, int r) {
     const uint8_t *of = p + r * kTileKeys;
     float *to = acc + (size_t)r * t->head_dim;
@@ -335,7 +354,7 @@ static void attn_columns_codes(const CodeTile *t, const uint8_t *q, size_t q_ste
                                int columns, const int *n_keys, float *m, float *l, float *acc) {
   int c = 0;
   while (c < columns && n_keys[c] <= 0) c++;
-  bool fetch = t->next[0] != nullptr;
+  bool fetch = t->nibbles ? t->n_ahead > 0 : t->next[0] != nullptr;
   const int end = columns * group;
   for (int h = c * group, n; h < end; h += n) {
     n = end - h < kBlockQueries ? end - h : (int)kBlockQueries;
@@ -391,6 +410,8 @@ static void attn_tile_codes(const uint8_t *const *pieces, const uint8_t *const *
   if (t.n <= 0) return;
   t.head_dim = head_dim;
   t.nibbles = false;
+  t.ahead = nullptr;
+  t.n_ahead = 0;
   const int n = (t.n + kPieceKeys - 1) / kPieceKeys;
   for (int i = 0; i < kTilePieces; i++) {
     // Nothing is written.

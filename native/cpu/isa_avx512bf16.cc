@@ -9,13 +9,14 @@
 #include "attn_bf16.inl"
 #include "attn_codes.inl"
 #include "attn_fill.inl"
+#include "attn_q4.inl"
 #include "gemm_bf16.inl"
 // clang-format on
 
 namespace ksl {
 
 extern const Bf16Kernels kernels_avx512bf16 = {
-    {"bf16", attn_query_bf16, attn_tile_bf16, attn_combine, attn_finish},
+    {"bf16", attn_query_narrow, attn_tile_narrow, attn_combine, attn_finish},
     {attn_query_bytes, attn_encode, attn_hide, attn_encode_piece, attn_tile_codes},
     round_bf16_column,
     gemm_bf16,
