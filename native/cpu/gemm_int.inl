@@ -40,14 +40,18 @@ struct IntInput {
 // ---- few columns
 
 // Weights stream from memory: what a core computes on them leaves its own prefetcher too late, the
-// more so the more columns there are.
+// more so the more columns there are. Those that are read once in a wave (kOnce) are not to push
+// states and keys out of the caches.
 enum { kCodesAhead = 4096 };  // bytes
 
-template <class D>
+template <class D, bool kOnce>
 KSL_STEP void fetch_ahead(const uint8_t *g, const uint8_t *s) {
+  constexpr int kLocality = kOnce ? 0 : 3;
 #pragma GCC unroll 4
-  for (int i = 0; i < D::kGroupBytes; i += 64) __builtin_prefetch(g + kCodesAhead + i);
-  if constexpr (D::kGroupScales) __builtin_prefetch(s + kCodesAhead / D::kGroupBytes * kPanel);
+  for (int i = 0; i < D::kGroupBytes; i += 64)
+    __builtin_prefetch(g + kCodesAhead + i, 0, kLocality);
+  if constexpr (D::kGroupScales)
+    __builtin_prefetch(s + kCodesAhead / D::kGroupBytes * kPanel, 0, kLocality);
 }
 
 // Partial sums of one column that do not wait for each other.
@@ -56,7 +60,7 @@ constexpr int int_chains(int columns) {
 }
 
 // One block of one panel with one scale, groups [first, last) at g.
-template <class D, int C>
+template <class D, int C, bool kOnce>
 KSL_INLINE void direct_block(const uint8_t *g, const QuantizedBlock *x, int groups, V scale,
                              V (&total)[C]) {
   constexpr int S = int_chains(C);
@@ -75,7 +79,7 @@ KSL_INLINE void direct_block(const uint8_t *g, const QuantizedBlock *x, int grou
 #pragma GCC unroll 1
     for (; group < end; group++) {
       U w[4];
-      fetch_ahead<D>(g, g);
+      fetch_ahead<D, kOnce>(g, g);
       expand_group<D>(g, w);
 #pragma GCC unroll 4
       for (int j = 0; j < 4; j++)
@@ -96,7 +100,7 @@ KSL_INLINE void direct_block(const uint8_t *g, const QuantizedBlock *x, int grou
 }
 
 // The same where every group of every row has a scale.
-template <class D, int C>
+template <class D, int C, bool kOnce>
 KSL_INLINE void direct_groups(const uint8_t *g, const uint8_t *s, const QuantizedBlock *x,
                               int groups, V scale, V (&total)[C]) {
   V sum[C];
@@ -110,7 +114,7 @@ KSL_INLINE void direct_groups(const uint8_t *g, const uint8_t *s, const Quantize
 #pragma GCC unroll 1
     for (; group < end; group++) {
       U w[4];
-      fetch_ahead<D>(g, s);
+      fetch_ahead<D, kOnce>(g, s);
       expand_group<D>(g, w);
       const V group_scale = D::aux(s);
 #pragma GCC unroll 8
@@ -131,7 +135,7 @@ KSL_INLINE void direct_groups(const uint8_t *g, const uint8_t *s, const Quantize
   for (int c = 0; c < C; c++) total[c] = v_fma(sum[c], scale, total[c]);
 }
 
-template <class D, int C>
+template <class D, int C, bool kOnce>
 static void int_direct(const Matrix *w, const IntInput &in, int panel, int end, float *y,
                        size_t ys) {
   const PanelView view = panel_view<D>(w);
@@ -144,9 +148,9 @@ static void int_direct(const Matrix *w, const IntInput &in, int panel, int end, 
       const int groups = kBlockGroups < view.groups - first ? kBlockGroups : view.groups - first;
       const V scale = v_set1(block_scale<D>(w, panel, block));
       if constexpr (D::kGroupScales)
-        direct_groups<D, C>(g, s, in.at(block), groups, scale, total);
+        direct_groups<D, C, kOnce>(g, s, in.at(block), groups, scale, total);
       else
-        direct_block<D, C>(g, in.at(block), groups, scale, total);
+        direct_block<D, C, kOnce>(g, in.at(block), groups, scale, total);
       g += kBlockGroups * D::kGroupBytes;
       s += kBlockGroups * kPanel;
     }
@@ -371,26 +375,26 @@ constexpr int int_direct_width(int columns) {
   return columns < kIntDirectColumns ? columns : (int)kIntDirectColumns;
 }
 
-template <class D>
+template <class D, bool kOnce>
 static void int_few(const Matrix *w, const IntInput &in, int n, int p0, int p1, float *y,
                     size_t ys) {
   switch (n) {
     case 1:
-      return int_direct<D, 1>(w, in, p0, p1, y, ys);
+      return int_direct<D, 1, kOnce>(w, in, p0, p1, y, ys);
     case 2:
-      return int_direct<D, int_direct_width(2)>(w, in, p0, p1, y, ys);
+      return int_direct<D, int_direct_width(2), kOnce>(w, in, p0, p1, y, ys);
     case 3:
-      return int_direct<D, int_direct_width(3)>(w, in, p0, p1, y, ys);
+      return int_direct<D, int_direct_width(3), kOnce>(w, in, p0, p1, y, ys);
     case 4:
-      return int_direct<D, int_direct_width(4)>(w, in, p0, p1, y, ys);
+      return int_direct<D, int_direct_width(4), kOnce>(w, in, p0, p1, y, ys);
     case 5:
-      return int_direct<D, int_direct_width(5)>(w, in, p0, p1, y, ys);
+      return int_direct<D, int_direct_width(5), kOnce>(w, in, p0, p1, y, ys);
     case 6:
-      return int_direct<D, int_direct_width(6)>(w, in, p0, p1, y, ys);
+      return int_direct<D, int_direct_width(6), kOnce>(w, in, p0, p1, y, ys);
     case 7:
-      return int_direct<D, int_direct_width(7)>(w, in, p0, p1, y, ys);
+      return int_direct<D, int_direct_width(7), kOnce>(w, in, p0, p1, y, ys);
     default:
-      return int_direct<D, int_direct_width(8)>(w, in, p0, p1, y, ys);
+      return int_direct<D, int_direct_width(8), kOnce>(w, in, p0, p1, y, ys);
   }
 }
 
@@ -398,14 +402,14 @@ template <class D>
 static void gemm_int_of(const Matrix *w, const IntInput &in, int n, int r0, int r1, float *y,
                         size_t ys) {
   const int p0 = r0 / kPanel, p1 = (r1 + kPanel - 1) / kPanel;
-  if (n <= kIntDirectColumns) return int_few<D>(w, in, n, p0, p1, y, ys);
+  if (n <= kIntDirectColumns) return int_few<D, true>(w, in, n, p0, p1, y, ys);
   if (n > kIntPartedColumns) return int_tiled<D>(w, in, n, p0, p1, y, ys);
   // A panel for a part of the columns after the other: it comes from memory for the first one only.
   const int parts = (n + kIntDirectColumns - 1) / kIntDirectColumns;
   for (int panel = p0; panel < p1; panel++) {
     for (int i = 0; i < parts; i++) {
       const int c = n * i / parts, end = n * (i + 1) / parts;
-      int_few<D>(w, {in.x + c, in.stride}, end - c, panel, panel + 1, y + c * ys, ys);
+      int_few<D, false>(w, {in.x + c, in.stride}, end - c, panel, panel + 1, y + c * ys, ys);
     }
   }
 }
