@@ -115,7 +115,7 @@ class App:
         status = await ended
         if status == EXIT_OK:
             return await self.stop()
-        await self._server.close(_ABORT_S)
+        await self._give_up()
         return status
 
     async def start(self) -> str:
@@ -210,7 +210,7 @@ class App:
                 )
             except TimeoutError:
                 _log.error("the engine does not finish; giving up on it")
-                await self._server.close(_ABORT_S)
+                await self._give_up()
                 return EXIT_FATAL
         await self._server.close(_FLUSH_S)
         if service is not None:
@@ -227,6 +227,12 @@ class App:
         return EXIT_OK
 
     # ------------------------------------------------------------ ends
+
+    async def _give_up(self) -> None:
+        """Tell whoever still waits, and close; the engine is left as it is."""
+        if self._service is not None:
+            self._service.scheduler.close()
+        await self._server.close(_ABORT_S)
 
     def _ending(self) -> asyncio.Future[int]:
         """Resolves to the exit status when the server has to end."""
