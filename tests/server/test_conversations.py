@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,6 +14,7 @@ import pytest
 
 from kslserve.api import chat
 from kslserve.config import Settings
+from tests.server.api_cases import post
 from tests.server.conversations import DIALECTS, Turn, ask, conversation, play
 from tests.server.serving import Server, serving
 
@@ -134,3 +136,47 @@ def test_a_stream_tells_of_cached_tokens(server: Server) -> None:
             usage = chunk.usage.model_dump() if chunk.usage else usage
     assert usage["prompt_tokens"] == whole.prompt
     assert whole.prompt - MISSING_MAX <= usage["prompt_tokens_details"]["cached_tokens"]
+
+
+TEXT = "Why is the sky blue? " * 20
+REPEATED: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
+    # A body, and where usage has the whole prompt (a sum) and the cached part of it.
+    "/chat/completions": (
+        {"messages": [{"role": "user", "content": TEXT}]},
+        ("prompt_tokens",),
+        ("prompt_tokens_details", "cached_tokens"),
+    ),
+    "/completions": (
+        {"prompt": TEXT}, ("prompt_tokens",), ("prompt_tokens_details", "cached_tokens")
+    ),
+    "/messages": (
+        {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 4},
+        ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"),
+        ("cache_read_input_tokens",),
+    ),
+    "/responses": ({"input": TEXT}, ("input_tokens",), ("input_tokens_details", "cached_tokens")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", REPEATED)
+@pytest.mark.parametrize("cache", [True, False], ids=["cache", "no cache"])
+def test_every_dialect_tells_what_was_cached(path: str, cache: bool) -> None:
+    body, prompt, cached = REPEATED[path]
+    with serving(Settings(engine="fake", context=4096, prefix_cache=cache)) as server:
+        usages = []
+        for _ in range(2):
+            request = {"model": "m", "max_tokens": 4, **body}
+            if path == "/responses":
+                request["max_output_tokens"] = request.pop("max_tokens")
+            status, _, answer = post(server, "/v1" + path, json.dumps(request).encode())
+            assert status == 200, answer
+            usages.append(json.loads(answer)["usage"])
+    found = []
+    for usage in usages:
+        at = usage
+        for name in cached:
+            at = at[name]
+        found.append((sum(usage[name] for name in prompt), at))
+    (size, first), (again, second) = found
+    assert (first, again) == (0, size)
+    assert size - MISSING_MAX <= second < size if cache else second == 0
