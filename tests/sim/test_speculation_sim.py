@@ -19,7 +19,7 @@ from kslserve.engine.types import RowKind, Wave
 from kslserve.sched.cache.saves import CachePolicy
 from kslserve.sched.scheduler import Job
 from kslserve.sched.spec.cost import PACE_MIN, PLAIN_FIRST
-from kslserve.sched.spec.drafter import DraftStats
+from kslserve.sched.spec.drafter import Drafter, DraftStats
 from kslserve.sched.spec.policy import SpecPolicy
 from tests.world import SIZES, Recorder, World, job
 
@@ -323,6 +323,39 @@ def test_nothing_is_drafted_beside_many_rows_that_cost() -> None:
     for recorder in got:
         stats = stats_of(recorder)
         assert stats.drafted < 20
+
+
+def test_where_no_draft_can_pay_nobody_is_looked_at() -> None:
+    """Beside others, columns cost more than they can give; who is left alone drafts again."""
+    world = World(
+        replace(SIZES, wave_columns=128),
+        limits={"spec": SpecPolicy(mtp=False)},
+        options={"has_mtp": True, "wave_s": 0.001, "column_s": 0.0001, "model": Echo(20, 10**6)},
+    )
+    speculator = world.scheduler._outgoing.speculator
+    assert speculator is not None
+    for rows in (2, 3):
+        costs = speculator.costs.of(rows)
+        for _ in range(5):
+            costs.observe(rows, 1.0)
+        for columns in range(rows + 1, 64):
+            for _ in range(5):
+                costs.observe(columns, 1.0 + columns)
+    reads = 0
+    read = Drafter.read
+
+    def spy(self: Drafter, sequence: Any) -> None:
+        nonlocal reads
+        reads += len(world.scheduler._roster.running) > 1
+        read(self, sequence)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Drafter, "read", spy)
+        got = [world.submit(job(60, n, seed=i)) for i, n in enumerate((60, 60, 150))]
+        world.run()
+    assert [stats_of(recorder).drafted for recorder in got[:2]] == [0, 0]
+    assert reads < 15
+    assert stats_of(got[2]).accepted > 40
 
 
 def test_a_guided_sequence_never_drafts() -> None:

@@ -144,7 +144,7 @@ class Drafter:
         if chain is None:
             return False
         if self._trial.running or wave >= self._patience.trial_at:
-            return True
+            return least_own < 1.0
         return wave >= self._wait_until and self._made * chain.values[0] >= least_own
 
     def wait(self, wave: int) -> None:

@@ -21,7 +21,7 @@ from kslserve.sched.spec.acceptance import (
 )
 from kslserve.sched.spec.charge import charge, drafts_took
 from kslserve.sched.spec.choice import Candidate, Choice
-from kslserve.sched.spec.cost import WaveCosts
+from kslserve.sched.spec.cost import PACE_MAX, WaveCosts
 from kslserve.sched.spec.drafter import ASLEEP_MAX, Drafter
 from kslserve.sched.spec.oracle import Oracle
 from kslserve.sched.spec.patience import Patience
@@ -88,37 +88,36 @@ class Speculator:
         begun = self._clock()
         self._wave = wave
         rows = len(sequences)
-        costs = self.costs.of(rows)
-        due = costs.plain_due and not self.policy.always
+        plain = self._must_be_plain(rows)
+        # Beside so many rows perhaps no draft is worth its column, however sure it is.
+        hopeless = not (plain or self.policy.always) and min(self._choice.least(rows)) >= 1.0
         drafting: list[Candidate] = []
         for sequence in sequences:
             drafter = sequence.drafter
-            if drafter is not None:
-                drafter.rest()
-                if not due and drafter.live and drafter.asleep_until <= wave:
-                    drafter.read(sequence)
-                    drafting.append((sequence, drafter, True))
-        if due:
+            if drafter is None:
+                continue
+            drafter.rest()
+            if hopeless:
+                drafter.held = []
+            elif not plain and drafter.live and drafter.asleep_until <= wave:
+                drafter.read(sequence)
+                drafting.append((sequence, drafter, True))
+        if plain:
             self.nap_until = 0
             return False
         self._looked = wave
-        if self.policy.always:
-            self._choice.always(drafting, self._columns - rows, wave)
-            return self._settled(sequences, drafting)
-        least, least_own = self._choice.least(rows)
-        for _, drafter, _ in drafting:
-            if drafter.promises(least, least_own, wave):
-                self._choice.aim(drafting, rows, 0, self._columns - rows, wave)
-                return self._settled(sequences, drafting)
-        for _, drafter, _ in drafting:
-            drafter.doze(wave, self.costs.pace)
-        self._nap(sequences)
-        self.costs.looked(1e3 * (self._clock() - begun), costs.ms(rows))
-        return False
+        if hopeless:
+            self.nap_until = wave + PACE_MAX
+            return False
+        self._choose(drafting, rows, 0, self._columns - rows)
+        found = self._settled(sequences, drafting)
+        if not found and not self.policy.always:
+            self.costs.looked(1e3 * (self._clock() - begun), self.costs.of(rows).ms(rows))
+        return found
 
     def awake(self, sequences: Items[Sequence], wave: int) -> bool:
         """Whether any of them may draft in that wave."""
-        return any(
+        return wave >= self.nap_until and any(
             s.drafter is not None and s.drafter.live and s.drafter.asleep_until <= wave
             for s in sequences
         )
@@ -146,11 +145,28 @@ class Speculator:
                 if drafter.live and drafter.asleep_until <= wave and n >= remaining:
                     drafter.read(sequence)
                     drafting.append((sequence, drafter, not remaining))
-        if drafting and self.policy.always:
-            self._choice.always(drafting, room, wave)
-        elif drafting:
-            self._choice.aim(drafting, rows, prompt, room, wave)
+        self._choose(drafting, rows, prompt, room)
         return self._settled(running, drafting)
+
+    def _must_be_plain(self, rows: int) -> bool:
+        """It is time to see how long a wave without drafts takes."""
+        return self.costs.of(rows).plain_due and not self.policy.always
+
+    def _choose(self, drafting: Items[Candidate], rows: int, prompt: int, room: int) -> None:
+        """Aim drafters, or put them to sleep where none of them promises anything."""
+        wave = self._wave
+        if not drafting:
+            return
+        if self.policy.always:
+            self._choice.always(drafting, room, wave)
+            return
+        if not (prompt or self._must_be_plain(rows)):
+            least, least_own = self._choice.least(rows)
+            if not any(drafter.promises(least, least_own, wave) for _, drafter, _ in drafting):
+                for _, drafter, _ in drafting:
+                    drafter.doze(wave, self.costs.pace)
+                return
+        self._choice.aim(drafting, rows, prompt, room, wave)
 
     def _settled(self, sequences: Items[Sequence], drafting: Items[Candidate]) -> bool:
         """Whether any of the drafters that were aimed drafts; where none does, all may sleep."""

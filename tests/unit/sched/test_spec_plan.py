@@ -334,7 +334,7 @@ def test_trials_are_made_less_and_less_often() -> None:
         drafter = Drafter(None, Averages(DEPTH_PRIOR, DEPTH_WEIGHT), patience, 15)
         for wave in range(100 * number, 100 * number + 100):
             drafter.offer(15)
-            if drafter.promises(1.0, 1.0, wave):
+            if drafter.promises(0.9, 0.9, wave):
                 drafter.aim(0, 0, 15, wave)
                 if drafter.propose:
                     begun.append(wave)
@@ -346,6 +346,10 @@ def test_trials_are_made_less_and_less_often() -> None:
     gaps = [b - a for a, b in itertools.pairwise(starts)]
     assert gaps == sorted(gaps)
     assert len(starts) <= 8
+    # None is made where no draft can pay.
+    drafter = Drafter(None, Averages(DEPTH_PRIOR, DEPTH_WEIGHT), patience, 15)
+    assert drafter.promises(0.9, 0.9, patience.trial_at)
+    assert not drafter.promises(0.9, 1.1, patience.trial_at)
     # Where drafts pay, they are tried soon again.
     patience.gained()
     patience.tried(5000)
