@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "../common/error.h"
+#include "../common/rows.h"
 #include "state.h"
 
 namespace ksl {
@@ -102,7 +103,6 @@ int plan_rows(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
   b->n_rows = wave->n_rows;
   for (int i = 0; i < wave->n_rows; i++) {
     const ksl_row *row = &wave->rows[i];
-    const int32_t *tokens = wave->tokens + row->tokens;
     RowPlan *plan = &b->rows[i];
     *plan = RowPlan{};
     plan->row = row;
@@ -113,32 +113,23 @@ int plan_rows(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
     plan->keep = -1;
     plan->done->position = row->start;
     SlotState *slot = plan->slot;
-    int32_t first = tokens[0] < 0 ? slot->last_token : tokens[0];
-    if (slot->latched || first < 0) {
+    const RowTokens tokens = row_tokens(wave, row, slot);
+    const int n = tokens.n;
+    if (n == 0) {
       plan->done->flags = KSL_DONE_LATCHED;
       plan->ended = true;
       continue;
     }
-    int n = row->n;
-    const int32_t *rest = tokens + 1;
-    if (row->kind == KSL_ROW_VERIFY) {
-      if (row->draft == KSL_DRAFT_OWN) {
-        rest = slot->drafts;
-        if (n > 1 + slot->n_drafts) n = 1 + slot->n_drafts;
-      }
-      // A mask holds for one position.
-      if (slot->has_mask || row->draft == KSL_DRAFT_NONE) n = 1;
-      if (n > 1) {
-        plan->keep = kept;
-        kept += n;
-      }
+    if (row->kind == KSL_ROW_VERIFY && n > 1) {
+      plan->keep = kept;
+      kept += n;
     }
     if (columns + n > b->config->wave_columns || kept > b->keep_columns) {
       return fail(error, KSL_FATAL, "Wave %llu has more columns than the engine was opened with.",
                   static_cast<unsigned long long>(wave->id));
     }
     for (int j = 0; j < n; j++) {
-      batch->token[columns + j] = j ? rest[j - 1] : first;
+      batch->token[columns + j] = j ? tokens.rest[j - 1] : tokens.first;
       batch->position[columns + j] = row->start + j;
       batch->slot[columns + j] = row->slot;
       batch->row[columns + j] = i;

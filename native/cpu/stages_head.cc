@@ -1,6 +1,7 @@
 // Final norm and head: logits of the columns that need them, in batches; sampling and scoring.
 #include <string.h>
 
+#include "../common/rows.h"
 #include "state.h"
 
 namespace ksl {
@@ -31,33 +32,18 @@ void sample(const Backend *b, RowPlan *row, int offset, const float *logits,
             SampleScratch *scratch) {
   const ModelSpec *s = b->spec;
   SlotState *slot = row->slot;
-  ksl_done *done = row->done;
-  const bool verify = row->row->kind == KSL_ROW_VERIFY;
   int32_t id = -1;
-  if (verify) {
-    row->committed = offset + 1;
-    done->accepted = offset;
-  }
   if (!sample_token(slot, logits, s->vocab, s->token_limit,
                     static_cast<int64_t>(row->row->start) + offset + 1, nullptr, 0, scratch,
                     nullptr, &id)) {
-    slot->latched = true;
-    done->flags |= KSL_DONE_BAD_LOGITS;
-    row->ended = true;
-    return;
-  }
-  if (row->row->logprobs) {
-    const int at = verify ? offset : 0;
+    id = -1;
+  } else if (row->row->logprobs) {
+    const int at = row->row->kind == KSL_ROW_VERIFY ? offset : 0;
     logprobs_of(logits, s->vocab, id, row->row->top_n,
                 row->row->logprobs + static_cast<size_t>(at) * (1 + row->row->top_n));
   }
-  done->tokens[done->n_tokens++] = id;
-  if (slot_commit(slot, id)) {
-    done->flags |= KSL_DONE_STOP;
-    row->ended = true;
-  } else if (!verify || offset + 1 == row->n || b->batch->token[row->column + offset + 1] != id) {
-    row->ended = true;
-  }
+  row_take(row, offset, id, b->batch->token + row->column,
+           [slot](int32_t taken) { return slot_commit(slot, taken); });
 }
 
 void sample_task(void *context, int worker, int begin, int end) {
@@ -82,11 +68,7 @@ int list_jobs(Backend *b) {
   int n = 0;
   for (int r = 0; r < b->n_rows; r++) {
     const RowPlan *row = &b->rows[r];
-    if (!row->n || row->row->kind == KSL_ROW_PREFILL) continue;
-    if (row->row->kind == KSL_ROW_SCORE && !row->row->logprobs) continue;
-    for (int j = row->row->kind == KSL_ROW_LAST ? row->n - 1 : 0; j < row->n; j++) {
-      b->jobs[n++] = {r, j};
-    }
+    for (int j = first_wanted(row); j < row->n; j++) b->jobs[n++] = {r, j};
   }
   return n;
 }

@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "../common/error.h"
+#include "../common/rows.h"
 #include "embed/embed.cuh"
 #include "head/gather.cuh"
 #include "mtp/input.cuh"
@@ -274,7 +275,6 @@ int plan_rows(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
   b->most_position = 0;
   for (int i = 0; i < wave->n_rows; i++) {
     const ksl_row *row = &wave->rows[i];
-    const int32_t *tokens = wave->tokens + row->tokens;
     RowPlan *plan = &b->rows[i];
     RowInfo *info = &b->row_info[i];
     *plan = RowPlan{};
@@ -289,33 +289,24 @@ int plan_rows(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
     info->start = row->start;
     plan->done->position = row->start;
     Slot *slot = plan->slot;
-    const int32_t first = tokens[0] < 0 ? slot->last_token : tokens[0];
-    if (slot->latched || first < 0) {
+    const RowTokens tokens = row_tokens(wave, row, slot);
+    const int n = tokens.n;
+    if (n == 0) {
       plan->done->flags = KSL_DONE_LATCHED;
       plan->ended = true;
       continue;
     }
-    int n = row->n;
-    const int32_t *rest = tokens + 1;
-    if (row->kind == KSL_ROW_VERIFY) {
-      if (row->draft == KSL_DRAFT_OWN) {
-        rest = slot->drafts;
-        if (n > 1 + slot->n_drafts) n = 1 + slot->n_drafts;
-      }
-      // A mask holds for one position.
-      if (slot->has_mask || row->draft == KSL_DRAFT_NONE) n = 1;
-      if (n > 1) {
-        plan->keep = info->keep = kept;
-        for (int j = 0; j < n && kept + j < b->keep_columns; j++) kept_row[kept + j] = i;
-        kept += n;
-      }
+    if (row->kind == KSL_ROW_VERIFY && n > 1) {
+      plan->keep = info->keep = kept;
+      for (int j = 0; j < n && kept + j < b->keep_columns; j++) kept_row[kept + j] = i;
+      kept += n;
     }
     if (columns + n > b->config->wave_columns || kept > b->keep_columns)
       return fail(error, KSL_FATAL, "Wave %llu has more columns than the engine was opened with.",
                   static_cast<unsigned long long>(wave->id));
     for (int j = 0; j < n; j++) {
       const int c = columns + j;
-      token[c] = j ? rest[j - 1] : first;
+      token[c] = j ? tokens.rest[j - 1] : tokens.first;
       position[c] = row->start + j;
       slot_of[c] = row->slot;
       row_of[c] = i;

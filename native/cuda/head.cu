@@ -1,6 +1,7 @@
 // Head columns, sampling and acceptance, and the MTP drafts that follow.
 #include <string.h>
 
+#include "../common/rows.h"
 #include "../common/thread.h"
 #include "embed/embed.cuh"
 #include "head/gather.cuh"
@@ -52,27 +53,9 @@ bool commit_id(Backend *b, int index, Slot *slot, int32_t id) {
 // What row `r` makes of the id sampled after its column `offset`.
 void take(Backend *b, RowPlan *row, int offset, int32_t sampled) {
   Slot *slot = row->slot;
-  ksl_done *done = row->done;
-  const bool verify = row->row->kind == KSL_ROW_VERIFY;
-  if (verify) {
-    row->committed = offset + 1;
-    done->accepted = offset;
-  }
   const int32_t id = slot->forced_at < slot->forced_n ? slot->forced[slot->forced_at++] : sampled;
-  if (id < 0) {
-    slot->latched = true;
-    done->flags |= KSL_DONE_BAD_LOGITS;
-    row->ended = true;
-    return;
-  }
-  done->tokens[done->n_tokens++] = id;
-  if (commit_id(b, row->row->slot, slot, id)) {
-    done->flags |= KSL_DONE_STOP;
-    row->ended = true;
-  } else if (!verify || offset + 1 == row->n ||
-             b->columns[kToken * b->column_capacity + row->column + offset + 1] != id) {
-    row->ended = true;
-  }
+  row_take(row, offset, id, b->columns + kToken * b->column_capacity + row->column,
+           [=](int32_t taken) { return commit_id(b, row->row->slot, slot, taken); });
 }
 
 }  // namespace
@@ -82,10 +65,9 @@ void plan_head(Backend *b) {
   for (int r = 0; r < b->n_rows; r++) {
     const RowPlan *row = &b->rows[r];
     const ksl_row *asked = row->row;
-    if (!row->n || asked->kind == KSL_ROW_PREFILL) continue;
     const bool scores = asked->kind == KSL_ROW_SCORE;
-    if (scores && !asked->logprobs) continue;
-    for (int j = asked->kind == KSL_ROW_LAST ? row->n - 1 : 0; j < row->n; j++) {
+    const int first = first_wanted(row);
+    for (int j = first; j < row->n; j++) {
       SampleJob *job = &b->sample_jobs[n];
       *job = SampleJob{};
       job->slot = asked->slot;
@@ -98,7 +80,6 @@ void plan_head(Backend *b) {
       if (asked->logprobs) {
         // A forced id replaces the sampled one.
         const Slot *slot = row->slot;
-        const int first = asked->kind == KSL_ROW_LAST ? row->n - 1 : 0;
         const int forced_at = slot->forced_at + j - first;
         const bool forced = !scores && forced_at < slot->forced_n;
         LogprobJob *logprob = &b->logprob_jobs[n_logprobs++];
