@@ -16,23 +16,12 @@ __global__ void act_kernel(const float *gate, const float *up, float *act, int s
   if (split.data != nullptr) split_store(split, column, i, v);
 }
 
-__global__ void split_kernel(const float *x, int stride, int width, Split split) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x, column = blockIdx.y;
-  if (i < width) split_store(split, column, i, x[static_cast<int64_t>(column) * stride + i]);
-}
-
 }  // namespace
 
 void mlp_act(Device *device, const float *gate, const float *up, float *act, int stride, int width,
              const Split &split, int columns) {
   KSL_CHAIN(device, "mlp_act", act_kernel, dim3(divide_up(width, 256), columns), 256, gate, up, act,
             stride, width, split);
-}
-
-void split_columns(Device *device, const float *x, int stride, int width, const Split &split,
-                   int columns) {
-  KSL_LAUNCH(device, "split", split_kernel, dim3(divide_up(width, 256), columns), 256, x, stride,
-             width, split);
 }
 
 }  // namespace ksl

@@ -6,8 +6,5 @@ namespace ksl {
 // act = silu(gate) * up, where gate and up are separate products.
 void mlp_act(Device *device, const float *gate, const float *up, float *act, int stride, int width,
              const Split &split, int columns);
-// Splits float32 columns for a packed product.
-void split_columns(Device *device, const float *x, int stride, int width, const Split &split,
-                   int columns);
 
 }  // namespace ksl
