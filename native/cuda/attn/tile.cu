@@ -372,11 +372,14 @@ void attn_tile(Device *device, TileArgs a, const GateArgs &o, int most_position,
   const bool by_span = static_cast<int64_t>(spans) * a.kv.kv_heads * tiles >= kManySpans;
   a.unit_chunks = by_span ? kTileSpan : 1;
   a.units = by_span ? spans : chunks;
+  // All columns at once or, where that is more than there is room for, in equal parts: a few that
+  // were left over would take nearly as long as a full part.
   const int64_t fit = room / (static_cast<int64_t>(a.units) * a.heads);
+  const int parts = static_cast<int>((a.n + fit - 1) / fit), most = divide_up(a.n, parts);
   float *const memory = a.partial;
   a.partial_sums = reinterpret_cast<float2 *>(memory + room * a.kv.head_dim);
   for (int first = 0; first < a.n;) {
-    const int left = a.n - first, n = left < fit ? left : static_cast<int>(fit);
+    const int left = a.n - first, n = left < most ? left : most;
     a.first = first;
     by_format(device, a, n, false);
     attn_tile_join(device, a, o, n);
