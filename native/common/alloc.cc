@@ -14,8 +14,7 @@ constexpr size_t kHugePage = static_cast<size_t>(2) << 20;
 // calloc leaves large zero pages untouched, which aligned allocators with a memset would not; the
 // pointer to free is kept just below the aligned block.
 void *aligned_zeros(Alloc *alloc, size_t bytes, size_t align) {
-  alloc->count++;
-  if (alloc->count == alloc->fail_at) return nullptr;
+  if (alloc_refused(alloc)) return nullptr;
   const size_t extra = align + sizeof(void *);
   if (bytes > SIZE_MAX - extra) return nullptr;
   char *raw = static_cast<char *>(calloc(1, bytes + extra));

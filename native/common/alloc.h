@@ -15,6 +15,11 @@ struct Alloc {
 
 enum { kAlign = 64 };
 
+// Counts an allocation, by whichever allocator; true where a test wants it to fail.
+inline bool alloc_refused(Alloc *alloc) {
+  return ++alloc->count == alloc->fail_at;
+}
+
 // Zeroed memory of `bytes` (0 counts as 1), aligned to 64 bytes; null when memory is out.
 // Pages that were never written cost no memory.
 void *alloc_bytes(Alloc *alloc, size_t bytes);

@@ -1,4 +1,5 @@
 // The run of one wave.
+#include <stdio.h>
 #include <string.h>
 
 #include "../common/error.h"
@@ -130,25 +131,30 @@ uint8_t *image_place(const Backend *b, const ksl_op *op) {
 }
 
 // Begins all LOADs of a wave: their images are on their way to the device while its rows run.
-bool fetch_images(Backend *b, const Wave *wave) {
+// Where there is no memory to note them they are copied when it is their turn.
+void fetch_images(Backend *b, const Wave *wave) {
   const int n = wave->n_before + wave->n_after;
   mover_begin(&b->mover);
   if (n > b->fetched_capacity) {
     alloc_free(b->fetched);
     b->fetched = alloc_many<int>(b->alloc, n);
     b->fetched_capacity = b->fetched ? n : 0;
-    if (!b->fetched) return false;
+    if (!b->fetched) {
+      fprintf(stderr, "kslserve: no memory for %d state operations; their wave waits for them\n",
+              n);
+      return;
+    }
   }
   for (int i = 0; i < n; i++) {
     const ksl_op *op = i < wave->n_before ? &wave->before[i] : &wave->after[i - wave->n_before];
     const bool load = op->kind == KSL_OP_LOAD_SLAB || op->kind == KSL_OP_LOAD_BLOCK;
     b->fetched[i] = load ? mover_fetch(&b->mover, op->data, op->n) : -1;
   }
-  return true;
 }
 
-// fetched: the move of a LOAD, -1 for none.
-void run_op(Backend *b, const ksl_op *op, int fetched) {
+// index: among all operations of the wave.
+void run_op(Backend *b, const ksl_op *op, int index) {
+  const int fetched = b->fetched ? b->fetched[index] : -1;
   const size_t slab_bytes = b->image_floats * sizeof(float);
   switch (op->kind) {
     case KSL_OP_ZERO_SLAB:
@@ -384,12 +390,15 @@ void capture(Backend *b, Graph *g, void (*work)(Backend *)) {
     work(b);
     code = cudaStreamEndCapture(b->device.stream, &graph);
   }
+  if (code == cudaSuccess && alloc_refused(b->alloc)) code = cudaErrorMemoryAllocation;
   if (code == cudaSuccess) code = cudaGraphInstantiate(&g->run, graph, 0);
   if (graph) cudaGraphDestroy(graph);
   if (code != cudaSuccess) {
     cudaGetLastError();
     g->run = nullptr;
     b->no_graphs = true;
+    fprintf(stderr, "kslserve: no CUDA graph could be made (%s); waves take longer to launch\n",
+            cudaGetErrorString(code));
   }
 }
 
@@ -452,10 +461,8 @@ int cuda_run(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
         b->tables + static_cast<size_t>(edit->slot) * b->config->max_blocks_per_slot + edit->start,
         wave->block_ids + edit->offset, edit->n * sizeof(int32_t));
   }
-  if (!fetch_images(b, wave))
-    return fail(error, KSL_FATAL, "There is not enough memory for %d state operations.",
-                wave->n_before + wave->n_after);
-  for (int i = 0; i < wave->n_before; i++) run_op(b, &wave->before[i], b->fetched[i]);
+  fetch_images(b, wave);
+  for (int i = 0; i < wave->n_before; i++) run_op(b, &wave->before[i], i);
   int code = plan_rows(b, wave, done, error);
   if (code) return code;
   if (b->batch.n > 0) code = run_columns(b);
@@ -465,8 +472,7 @@ int cuda_run(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
     plan->done->proposed = plan->slot->n_drafts;
     memcpy(plan->done->drafts, plan->slot->drafts, plan->slot->n_drafts * sizeof(int32_t));
   }
-  for (int i = 0; i < wave->n_after && !code; i++)
-    run_op(b, &wave->after[i], b->fetched[wave->n_before + i]);
+  for (int i = 0; i < wave->n_after && !code; i++) run_op(b, &wave->after[i], wave->n_before + i);
   // Images and taps are the caller's when the wave ends.
   synchronize(b, "running a wave");
   mover_finish(&b->mover, &b->device);
@@ -486,7 +492,11 @@ void run_shaped(Backend *b, GraphShape shape, void (*work)(Backend *)) {
   const int chunks = b->most_position / kChunkKeys + 1;
   const int step = chunks <= 32 ? 4 : (chunks <= 256 ? 16 : 64);
   shape.chunks = divide_up(chunks, step) * step;
-  b->most_position = shape.chunks * kChunkKeys - 1;
+  // No further than a table reaches, which is what scratch is made for.
+  const int64_t most = static_cast<int64_t>(shape.chunks) * kChunkKeys,
+                table =
+                    static_cast<int64_t>(b->config->max_blocks_per_slot) * b->config->block_tokens;
+  b->most_position = static_cast<int>(most < table ? most : table) - 1;
   Graph *g = b->no_graphs ? nullptr : find_graph(b, shape);
   if (g) {
     const bool again = g->used != 0;

@@ -24,8 +24,7 @@ void *own_device(Backend *b, size_t bytes) {
   if (b->arena) {
     memory = b->arena + at;
   } else {
-    b->alloc->count++;
-    if (b->alloc->count == b->alloc->fail_at || b->n_owned == b->owned_capacity) return nullptr;
+    if (alloc_refused(b->alloc) || b->n_owned == b->owned_capacity) return nullptr;
     if (cudaMalloc(&memory, size) != cudaSuccess) {
       cudaGetLastError();  // not a fault of the device
       return nullptr;
@@ -416,7 +415,7 @@ int make_mover(Backend *b, ksl_error *error) {
   uint8_t *staging = static_cast<uint8_t *>(own_device(b, kMoveBytes));
   if (!staging) return no_memory(b, error, "moving state");
   b->scratch_bytes += b->device_bytes - before;
-  if (!b->measuring && !mover_open(&b->mover, staging))
+  if (!b->measuring && !mover_open(&b->mover, staging, b->alloc))
     fprintf(stderr, "kslserve: no pinned memory or thread to move state with; waves will wait\n");
   return KSL_OK;
 }

@@ -77,9 +77,10 @@ void wait_for(Mover *m, int n) {
 
 }  // namespace
 
-bool mover_open(Mover *m, uint8_t *staging) {
+bool mover_open(Mover *m, uint8_t *staging, Alloc *alloc) {
   m->staging = staging;
-  bool ok = cudaStreamCreateWithFlags(&m->device.stream, cudaStreamNonBlocking) == cudaSuccess &&
+  bool ok = !alloc_refused(alloc) &&
+            cudaStreamCreateWithFlags(&m->device.stream, cudaStreamNonBlocking) == cudaSuccess &&
             cudaHostAlloc(&m->pinned, kMoveBytes, cudaHostAllocDefault) == cudaSuccess;
   for (int i = 0; i < kMaxMoves && ok; i++)
     ok = cudaEventCreateWithFlags(&m->moves[i].staged, cudaEventDisableTiming) == cudaSuccess &&

@@ -4,6 +4,7 @@
 #pragma once
 #include <pthread.h>
 
+#include "../../common/alloc.h"
 #include "../common/device.cuh"
 
 namespace ksl {
@@ -35,9 +36,9 @@ struct Mover {
   pthread_t thread;
 };
 
-// Starts the thread. staging: kMoveBytes of device memory. False where there is no pinned memory or
-// thread: nothing is wrong then.
-bool mover_open(Mover *mover, uint8_t *staging);
+// Starts the thread. staging: kMoveBytes of device memory. False where there is no pinned memory
+// (counted by `alloc`) or thread: nothing is wrong then.
+bool mover_open(Mover *mover, uint8_t *staging, Alloc *alloc);
 void mover_close(Mover *mover);
 // A new wave: no moves.
 void mover_begin(Mover *mover);
