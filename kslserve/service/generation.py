@@ -16,15 +16,13 @@ from kslserve.core.events import (
     Finished,
     LogprobsDelta,
     Started,
-    TextDelta,
     TokenLogprob,
-    ToolCallEnd,
 )
 from kslserve.core.usage import FinishReason, Statistics, Usage
 from kslserve.engine.types import Ids
 from kslserve.errors import KslError
-from kslserve.parse.stops import StopMatcher
 from kslserve.parse.stream import OutputParser
+from kslserve.service.cut import Cut
 from kslserve.service.echo import Turn
 from kslserve.service.turnlog import TurnLog
 from kslserve.text.detokenizer import Detokenizer
@@ -78,16 +76,15 @@ class Generation:
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer)
         self._parser = parser
-        self._stops = StopMatcher(tuple(stops)) if stops else None
+        self._cut = Cut(stops, one_call)
         self._client = on_events
         self._turn = TurnLog(tokenizer, turn_head, stop_ids) if turn_head is not None else None
         self._on_turn = on_turn
         self._on_ended = on_ended
         self._max_new_tokens = max_new_tokens
-        self._plain = self._stops is None and not one_call
+        self._plain = self._cut.idle
         self._swift: Callable[[str], None] | None = None  # on_text, where tokens may go straight on
         self._stop_ids = frozenset(stop_ids)
-        self._one_call = one_call
         self._opening = opening
         self._cancel: Callable[[KslError | None], None] | None = None
         self._held: list[Event] = []
@@ -159,7 +156,7 @@ class Generation:
             if last and self._parser.in_reasoning:
                 usage.reasoning_tokens += 1
         if not self._plain:
-            kept, cut = self._cut(events)
+            kept, cut = self._cut.feed(events)
             if cut is not None:
                 if kept[-1:] != events[-1:]:
                     self._turn = None  # more was sampled than is shown
@@ -196,12 +193,7 @@ class Generation:
             return
         rest = self._detokenizer.flush()
         tail = (self._parser.feed(rest) if rest else []) + self._parser.finish(reason)
-        stop_string = None
-        if self._stops is not None:
-            tail, stop_string = self._cut(tail)
-            if stop_string is None:
-                text = self._stops.flush()
-                tail += [TextDelta(text)] if text else []
+        tail, stop_string = self._cut.finish(tail)
         self._finish(events + tail, self._final_reason(reason, stop_string), stop_string)
 
     # ------------------------------------------------------------ helpers
@@ -237,27 +229,6 @@ class Generation:
         return TokenLogprob(
             bytes_of(token), token, logprob, tuple((bytes_of(t), t, value) for t, value in top)
         )
-
-    def _cut(self, events: list[Event]) -> tuple[list[Event], str | None]:
-        """Events up to the first stop string, or up to the end of the only call allowed. The second
-        value is None where the generation goes on, and empty for a call."""
-        kept: list[Event] = []
-        for event in events:
-            if isinstance(event, TextDelta) and self._stops is not None:
-                text, matched = self._stops.feed(event.text)
-                if text:
-                    kept.append(TextDelta(text))
-                if matched is not None:
-                    return kept, matched
-                continue
-            if self._stops is not None and not isinstance(event, LogprobsDelta):
-                # Held text that might have begun a stop string comes before what follows it.
-                held = self._stops.flush()
-                kept += [TextDelta(held)] if held else []
-            kept.append(event)
-            if self._one_call and isinstance(event, ToolCallEnd):
-                return kept, ""
-        return kept, None
 
     def _stop_here(self, events: list[Event], stop_string: str) -> None:
         """End before the model does; the scheduler hears of it as a cancellation."""
