@@ -32,6 +32,7 @@ IDLE_MS = 5.0  # a wave that came so long after the one before was not waited fo
 # A plain wave with a look in front, or soon behind drafts, takes longer than where nobody drafts:
 # caches hold other things.
 SETTLED = 2
+NOTHING = (0.0, 0.0)
 
 
 class Speculator:
@@ -88,9 +89,10 @@ class Speculator:
         begun = self._clock()
         self._wave = wave
         rows = len(sequences)
-        plain = self._must_be_plain(rows)
+        plain = not self.policy.always and self.costs.of(rows).plain_due
+        least = self._least(rows)
         # Beside so many rows perhaps no draft is worth its column, however sure it is.
-        hopeless = not (plain or self.policy.always) and min(self._choice.least(rows)) >= 1.0
+        hopeless = min(least) >= 1.0
         drafting: list[Candidate] = []
         for sequence in sequences:
             drafter = sequence.drafter
@@ -109,7 +111,7 @@ class Speculator:
         if hopeless:
             self.nap_until = wave + PACE_MAX
             return False
-        self._choose(drafting, rows, 0, self._columns - rows)
+        self._choose(drafting, rows, 0, self._columns - rows, least)
         found = self._settled(sequences, drafting)
         if not found and not self.policy.always:
             self.costs.looked(1e3 * (self._clock() - begun), self.costs.of(rows).ms(rows))
@@ -145,28 +147,34 @@ class Speculator:
                 if drafter.live and drafter.asleep_until <= wave and n >= remaining:
                     drafter.read(sequence)
                     drafting.append((sequence, drafter, not remaining))
-        self._choose(drafting, rows, prompt, room)
+        least = NOTHING if prompt else self._least(rows)
+        self._choose(drafting, rows, prompt, room, least)
         return self._settled(running, drafting)
 
-    def _must_be_plain(self, rows: int) -> bool:
-        """It is time to see how long a wave without drafts takes."""
-        return self.costs.of(rows).plain_due and not self.policy.always
+    def _least(self, rows: int) -> tuple[float, float]:
+        """What drafts have to promise; nothing while it is not known what waves cost."""
+        if self.policy.always or self.costs.of(rows).plain_due:
+            return NOTHING
+        return self._choice.least(rows)
 
-    def _choose(self, drafting: Items[Candidate], rows: int, prompt: int, room: int) -> None:
-        """Aim drafters, or put them to sleep where none of them promises anything."""
-        wave = self._wave
-        if not drafting:
-            return
+    def _choose(
+        self,
+        drafting: Items[Candidate],
+        rows: int,
+        prompt: int,
+        room: int,
+        least: tuple[float, float],
+    ) -> None:
+        """Aim drafters, or put them to sleep where none of them promises at least so much."""
+        wave, (first, first_own) = self._wave, least
         if self.policy.always:
             self._choice.always(drafting, room, wave)
-            return
-        if not (prompt or self._must_be_plain(rows)):
-            least, least_own = self._choice.least(rows)
-            if not any(drafter.promises(least, least_own, wave) for _, drafter, _ in drafting):
-                for _, drafter, _ in drafting:
+        elif any(drafter.promises(first, first_own, wave) for _, drafter, _ in drafting):
+            self._choice.aim(drafting, rows, prompt, room, wave)
+        else:
+            for _, drafter, decodes in drafting:
+                if decodes:
                     drafter.doze(wave, self.costs.pace)
-                return
-        self._choice.aim(drafting, rows, prompt, room, wave)
 
     def _settled(self, sequences: Items[Sequence], drafting: Items[Candidate]) -> bool:
         """Whether any of the drafters that were aimed drafts; where none does, all may sleep."""
