@@ -12,6 +12,7 @@ the sum of two or three terms, each of what the ones before leave. Figures as in
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 from collections.abc import Callable
 
@@ -109,19 +110,25 @@ class Rounded:
         return self.rounding(x) @ self.weights.T
 
 
-def scores(
-    spec: ModelSpec, tensors: list[TensorArg], rounding: Rounding | None, ids: list[list[int]]
-) -> F64:
-    """Log-probabilities [positions, vocab] behind all positions of all sequences."""
+def decoded(spec: ModelSpec, tensors: list[TensorArg]) -> Reference:
+    """The model of these tensors' values."""
     weights = {}
     for t in tensors:
         values = codecs.decode(t.encoding, t.data, t.scales, t.globals_, t.rows, t.cols)
         weights[t.name] = values.reshape(-1) if t.cols == 1 else values
-    model = Reference(spec, weights)
+    return Reference(spec, weights)
+
+
+def scores(
+    plain: Reference, tensors: list[TensorArg], rounding: Rounding | None, ids: list[list[int]]
+) -> F64:
+    """Log-probabilities [positions, vocab] behind all positions of all sequences."""
+    model = copy.copy(plain)
+    model.w = dict(plain.w)
     packed = (codecs.ENC_E2M3, codecs.ENC_NVFP4)
     for t in tensors:
         if rounding is not None and t.encoding in packed and t.name != HEAD:
-            model.w[t.name] = Rounded(model.w[t.name], rounding)  # type: ignore[assignment]
+            model.w[t.name] = Rounded(plain.w[t.name], rounding)  # type: ignore[assignment]
     logits = np.concatenate([model.forward(np.array(s, np.int32))["logits"] for s in ids])
     logits -= logits.max(axis=1, keepdims=True)
     return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
@@ -151,11 +158,16 @@ def main() -> None:
         spec = opened.spec
         fp6 = [whole(tensor) for tensor in opened.tensors]
     nvfp4 = [as_nvfp4(tensor) for tensor in fp6]
-    base = {"fp6": scores(spec, fp6, None, ids), "nvfp4": scores(spec, nvfp4, None, ids)}
-    add("nvfp4_weights", base["fp6"], base["nvfp4"])
+    fp6_base: F64 | None = None
     for weights, tensors in (("fp6", fp6), ("nvfp4", nvfp4)):
+        model = decoded(spec, tensors)
+        base = scores(model, tensors, None, ids)
+        if fp6_base is None:
+            fp6_base = base
+        else:
+            add("nvfp4_weights", fp6_base, base)
         for name, rounding in FORMS.items():
-            add(f"{weights}_{name}", base[weights], scores(spec, tensors, rounding, ids))
+            add(f"{weights}_{name}", base, scores(model, tensors, rounding, ids))
     report.write(args.save)
 
 
