@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
+from _kslserve import lib
 
 from kslserve.engine.budget import slot_bytes
 from kslserve.engine.codecs import encoded_bytes
 from kslserve.engine.cuda import CudaLibrary
 from kslserve.engine.device_budget import RUNTIME_BYTES, device_workspace_bytes
-from kslserve.engine.model import PoolSizes
+from kslserve.engine.model import FILL_CONSTANT, Fill, PoolSizes, TensorArg
 from kslserve.engine.native import NativeEngine
 from kslserve.engine.types import OpKind, Row, RowKind, StateOp
-from kslserve.errors import EngineError
+from kslserve.errors import EngineError, ModelFileError
+from kslserve.ksl import layout
 from kslserve.ksl.open import open_model
 from kslserve.selftest.waves import Waves
+from tests.device.shapes import spec_named
+from tests.native.driver import Driver, Refused
+from tests.tiny import tiny_arrays, tiny_tensors
 
 SIZES = PoolSizes(
     slots=4, slabs=12, blocks=512, block_tokens=128, blocks_per_slot=128, wave_columns=1028
@@ -97,3 +103,66 @@ async def test_state_moves_beside_the_rows(cuda: CudaLibrary) -> None:
         await waves.run(before=saves + spoiled, rows=rows)
         for image, found in zip([*slabs, *blocks], [*out, *out_blocks], strict=True):
             assert np.array_equal(image, found)
+
+
+def test_every_failing_allocation(cuda: CudaLibrary, capfd: pytest.CaptureFixture[str]) -> None:
+    """What the engine needs is refused with a sentence and leaves nothing behind; what it can do
+    without costs a line of log and no bit of an answer."""
+    spec = dataclasses.replace(spec_named("tiny"), layer_kinds=("linear", "full"))
+    tensors = tiny_tensors(spec, tiny_arrays(spec), "mixed")
+
+    def answer(fail_alloc_at: int) -> list[int]:
+        with Driver(spec, tensors, library=cuda, fail_alloc_at=fail_alloc_at) as driver:
+            stream = driver.begin(0)
+            return [stream.last([5, 6, 7]), *stream.decode(4)]
+
+    expected = answer(0)
+    free = cuda.free_bytes()
+    refused: list[tuple[Any, ...]] = []
+    lines: list[str] = []
+    for n in range(1, 2000):
+        try:
+            found = answer(n)
+        except Refused as refusal:
+            refused.append(refusal.args)
+            continue
+        assert found == expected
+        said = capfd.readouterr().err.splitlines()
+        if not said:
+            break
+        lines += said
+    assert len(refused) > 100
+    assert {code for code, _ in refused} == {lib.KSL_NOMEM}
+    assert all("memory" in text for _, text in refused)
+    assert [line.split(" (")[0] for line in lines] == [
+        "kslserve: no pinned memory or thread to move state with; waves will wait",
+        "kslserve: no memory for 2 state operations; their wave waits for them",
+        "kslserve: no CUDA graph could be made",
+    ]
+    assert free - cuda.free_bytes() < PAGE
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"hidden": 1 << 15}, "takes a hidden size of at most"),
+        ({"head_dim": 512}, "takes attention heads of at most"),
+        ({"lin_value_dim": 512}, "takes linear heads of at most"),
+    ],
+)
+def test_shapes_that_it_does_not_take(cuda: CudaLibrary, change: dict[str, int], text: str) -> None:
+    spec = dataclasses.replace(spec_named("tiny"), **change)
+    tensors = [
+        TensorArg(name, 0, *shape, fill=Fill(FILL_CONSTANT, scale=0.25))
+        for name, shape in {**layout.expected(spec), layout.HEAD: (spec.vocab, spec.hidden)}.items()
+    ]
+    with pytest.raises(ModelFileError, match=text):
+        NativeEngine.open(spec, tensors, SIZES, kv_format="bf16", library=cuda)
+
+
+@pytest.mark.parametrize("kv", ["int8_g64", "int4_g32", "int8ring_int4"])
+def test_formats_that_it_does_not_have(cuda: CudaLibrary, kv: str) -> None:
+    spec = spec_named("round")
+    tensors = tiny_tensors(spec, tiny_arrays(spec), "f32")
+    with pytest.raises(ModelFileError, match=rf"has the KV formats f32, bf16, .* not {kv}\."):
+        NativeEngine.open(spec, tensors, SIZES, kv_format=kv, library=cuda)

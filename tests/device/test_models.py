@@ -7,9 +7,13 @@ import json
 import numpy as np
 import pytest
 
+from kslserve.engine import codecs
+from kslserve.engine.cuda import CudaLibrary
+from kslserve.engine.model import TensorArg
 from kslserve.engine.types import RowKind
 from kslserve.ksl.open import open_model
 from tests.device.conftest import Opener
+from tests.native import test_bundled as bundled
 from tests.native.golden import golden_arrays, golden_model
 from tests.native.test_bundled import DATA
 
@@ -69,3 +73,26 @@ def test_bundled_model_agrees(opened: Opener, chunk: int) -> None:
     print(f"chunk {chunk}: {same} of {total} ids, top logits off by {far:.4f}")
     assert same >= 0.98 * total
     assert far <= 0.1
+
+
+def in_float32(tensors: list[TensorArg]) -> list[TensorArg]:
+    """The values of the tensors, as stored, in float32."""
+    found = []
+    for t in tensors:
+        codes = codecs.encoding_sizes(t.encoding, t.rows, t.cols)[0]
+        pieces = [(t.data, t.scales, t.globals_)] if t.read is None else t.read(0, t.rows)
+        values = [
+            codecs.decode(t.encoding, *part, memoryview(part[0]).nbytes * t.rows // codes, t.cols)
+            for part in pieces
+        ]
+        found.append(TensorArg(t.name, codecs.ENC_F32, t.rows, t.cols, np.concatenate(values)))
+    return found
+
+
+def test_bundled_model_is_exact_in_float32(cuda: CudaLibrary) -> None:
+    """Where no product rounds, the greedy ids are the golden ones, and so are the first scores of
+    the model and of its MTP head."""
+    items = bundled.golden("nano_golden.json")
+    prompts = [item["prompt_ids"] for item in items]
+    outputs = bundled.run("ksl-nano", "auto", prompts, library=cuda, decode=in_float32)
+    bundled.check_exact(outputs, items)

@@ -4,6 +4,7 @@ make_nano_golden.py) and against the bf16 original's outputs (nano_bf16_golden.j
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from _kslserve import lib
 
 from kslserve.config import load
+from kslserve.engine.model import TensorArg
 from kslserve.engine.types import RowKind
 from kslserve.ksl.open import open_model
 from tests.native.driver import Driver
@@ -38,15 +41,27 @@ class Outputs:
     draft_logits: npt.NDArray[np.float32]
 
 
-def run(model: str, weights: str, prompts: list[list[int]], activations: str = "float") -> Outputs:
-    """All prompts side by side: one decode row each per wave."""
+Decoder = Callable[[list[TensorArg]], list[TensorArg]]
+
+
+def run(
+    model: str,
+    weights: str,
+    prompts: list[list[int]],
+    activations: str = "float",
+    *,
+    library: Any = lib,
+    decode: Decoder = list,
+) -> Outputs:
+    """All prompts side by side: one decode row each per wave. decode: makes other tensors of the
+    model's."""
     block_tokens = 16
     per_slot = -(-(max(len(p) for p in prompts) + STEPS) // block_tokens)
     with (
         open_model(model, weights=weights) as opened,
         Driver(
             opened.spec,
-            opened.tensors,
+            decode(opened.tensors),
             slots=len(prompts),
             slabs=len(prompts),
             blocks=per_slot * len(prompts),
@@ -56,6 +71,7 @@ def run(model: str, weights: str, prompts: list[list[int]], activations: str = "
             kv="f32",
             activations=activations,
             threads=2,
+            library=library,
         ) as driver,
     ):
         streams = [driver.begin(slot) for slot in range(len(prompts))]

@@ -15,7 +15,7 @@ import pytest
 from kslserve.core.sampling import SamplingParams
 from kslserve.core.usage import FinishReason
 from kslserve.engine.model import ModelSpec, PoolSizes, TensorArg
-from kslserve.engine.native import NativeEngine
+from kslserve.engine.native import CPU_LIBRARY, NativeEngine
 from kslserve.errors import EngineError
 from kslserve.metrics import Metrics
 from kslserve.sched.scheduler import Job, SchedLimits, Scheduler
@@ -26,12 +26,17 @@ POOLS = PoolSizes(
     slots=3, slabs=3, blocks=18, block_tokens=16, blocks_per_slot=8, wave_columns=32, ring_depth=1
 )
 LIMITS = SchedLimits(3, 16, 24, 50.0, 250.0, 0.0, 0.0, 128)
+Model = tuple[ModelSpec, list[TensorArg], Any]  # with the library
+
+
+def model_of(library: Any) -> Model:
+    spec = tiny_spec()
+    return spec, tiny_tensors(spec, tiny_arrays(spec, seed=3), "mixed"), library
 
 
 @pytest.fixture(scope="module")
-def model() -> tuple[ModelSpec, list[TensorArg]]:
-    spec = tiny_spec()
-    return spec, tiny_tensors(spec, tiny_arrays(spec, seed=3), "mixed")
+def model() -> Model:
+    return model_of(CPU_LIBRARY)
 
 
 def jobs() -> list[Job]:
@@ -64,11 +69,10 @@ class Counting:
         return getattr(self._library, name)
 
 
-async def run(
-    model: tuple[ModelSpec, list[TensorArg]], todo: list[Job], ahead: bool = False
-) -> list[Recorder]:
+async def run(model: Model, todo: list[Job], ahead: bool = False) -> list[Recorder]:
     pools = replace(POOLS, ring_depth=2) if ahead else POOLS
-    engine = NativeEngine.open(*model, pools, kv_format="bf16", threads=1)
+    spec, tensors, library = model
+    engine = NativeEngine.open(spec, tensors, pools, kv_format="bf16", threads=1, library=library)
     scheduler = Scheduler(engine, replace(LIMITS, submit_ahead=ahead), Metrics())
     scheduler.start()
     recorders = [Recorder() for _ in todo]
@@ -82,7 +86,7 @@ async def run(
     return recorders
 
 
-async def test_together_equals_alone(model: tuple[ModelSpec, list[TensorArg]]) -> None:
+async def test_together_equals_alone(model: Model) -> None:
     together = await run(model, jobs())
     for one, got in zip(jobs(), together, strict=True):
         (expected,) = await run(model, [one])
@@ -92,7 +96,7 @@ async def test_together_equals_alone(model: tuple[ModelSpec, list[TensorArg]]) -
     assert {r.reason for r in together} <= {FinishReason.LENGTH, FinishReason.STOP}
 
 
-async def test_depth_two_equals_depth_one(model: tuple[ModelSpec, list[TensorArg]]) -> None:
+async def test_depth_two_equals_depth_one(model: Model) -> None:
     """Tokens that the host never saw before they were used, stop ids in the middle included."""
     (free,) = await run(model, [jobs()[0]])
     stopping = replace(jobs()[0], stop_ids=(free.ids[9],))
@@ -106,7 +110,7 @@ async def test_depth_two_equals_depth_one(model: tuple[ModelSpec, list[TensorArg
 
 
 async def test_what_the_engine_refuses_ends_one_job(
-    model: tuple[ModelSpec, list[TensorArg]],
+    model: Model,
 ) -> None:
     """Forced ids need test hooks; the others, new in the same wave, do not suffer."""
     bad = replace(jobs()[1], forced=np.array([1], dtype=np.int32))
@@ -118,11 +122,9 @@ async def test_what_the_engine_refuses_ends_one_job(
     assert last.error is None
 
 
-async def test_a_wave_is_two_calls_of_the_library(
-    model: tuple[ModelSpec, list[TensorArg]],
-) -> None:
+async def test_a_wave_is_two_calls_of_the_library(model: Model) -> None:
     """Whatever the number of sequences: one that submits it and one that reads its results."""
-    engine = NativeEngine.open(*model, POOLS, kv_format="bf16", threads=1)
+    engine = NativeEngine.open(*model[:2], POOLS, kv_format="bf16", threads=1)
     library = Counting(engine._lib)
     engine._lib = library
     metrics = Metrics()
@@ -141,9 +143,7 @@ async def test_a_wave_is_two_calls_of_the_library(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are listed by /proc")
-def test_threads_are_nice_and_sleep_when_nothing_runs(
-    model: tuple[ModelSpec, list[TensorArg]],
-) -> None:
+def test_threads_are_nice_and_sleep_when_nothing_runs(model: Model) -> None:
     """All of the engine's, and nobody else."""
 
     def threads() -> dict[str, list[str]]:
@@ -154,7 +154,7 @@ def test_threads_are_nice_and_sleep_when_nothing_runs(
         return found
 
     before = threads()
-    engine = NativeEngine.open(*model, POOLS, kv_format="bf16", threads=3, nice=7)
+    engine = NativeEngine.open(*model[:2], POOLS, kv_format="bf16", threads=3, nice=7)
     try:
         for _ in range(500):
             ours = {k: v for k, v in threads().items() if k not in before}

@@ -1,0 +1,207 @@
+"""Every kernel that this device runs, in a few waves of small models: for tools that make kernels a
+hundred times slower than they are.
+
+    python -m tests.device.sanitized [memcheck racecheck ...]
+    python -m tests.device.sanitized --missing
+
+The first runs the waves under these tools of compute-sanitizer, by default both, and fails where
+one finds something. The second, under ncu, names the kernels of the sources that the waves do
+not launch: those for other devices, and the one that faults on purpose.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.ncu import read
+from kslserve.core.sampling import SamplingParams
+from kslserve.engine.cuda import CudaLibrary, load_library
+from kslserve.engine.model import FILL_UNIFORM, Fill, ModelSpec, TensorArg
+from kslserve.engine.types import Draft, OpKind, Row, RowKind, StateOp
+from tests.device.shapes import spec_named
+from tests.native.driver import Driver, Stream
+from tests.tiny import tiny_arrays, tiny_tensors
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ("memcheck", "racecheck")
+PROGRAM = "compute-sanitizer"
+# Kernels of wide products run in clusters. There racecheck takes what bulk copies bring for
+# unordered with its readers, although these wait for the barrier that the copies complete on; the
+# same in kernels without clusters it understands.
+NO_RACES = re.compile(r"Race reported between Write access at void ksl::<unnamed>::wide8?<")
+# Keys behind some rows: enough to divide tiles; plain attention needs few.
+PLAIN_DEPTH, DEPTH = 300, 2000
+IDS = np.random.default_rng(4).integers(0, 199, 80).astype(np.int32)
+HOT = SamplingParams(
+    temperature=1.0,
+    top_k=20,
+    top_p=0.9,
+    presence_penalty=0.5,
+    repetition_penalty=1.1,
+    logit_bias=((7, 2.0),),
+)
+
+
+def heads() -> ModelSpec:
+    """One head of keys of each kind of layer, as large as those of the 27B."""
+    return replace(
+        spec_named("27b-heads"),
+        vocab=203,
+        token_limit=199,
+        intermediate=256,
+        layer_kinds=("linear", "full"),
+        heads=6,
+        kv_heads=1,
+        lin_key_heads=1,
+        lin_value_heads=3,
+    )
+
+
+def tensors_of(spec: ModelSpec, policy: str) -> list[TensorArg]:
+    """policy: one of tiny_tensors, or `made`: NVFP4 and FP6 matrices that the device makes."""
+    if policy != "made":
+        return tiny_tensors(spec, tiny_arrays(spec), policy)
+    tensors = []
+    for index, tensor in enumerate(tiny_tensors(spec, tiny_arrays(spec), "mixed")):
+        plain = tensor.encoding < 2
+        fill = Fill(FILL_UNIFORM, index, 0.06)
+        encoding = tensor.encoding if plain else 2 + index % 3
+        tensors.append(TensorArg(tensor.name, encoding, tensor.rows, tensor.cols, fill=fill))
+    return tensors
+
+
+def deep(stream: Stream, depth: int, n: int, kind: RowKind = RowKind.PREFILL) -> Row:
+    """Columns behind keys that nobody has computed: the pool's zeros cost as much to read."""
+    return Row(kind, stream.slot, stream.slab, depth, n, IDS[:n])
+
+
+def rows(driver: Driver, depth: int, *, drafts: bool) -> None:
+    """Prompts, cuts, products of every number of columns, given drafts, and rows behind `depth`
+    keys; drafts: MTP's too."""
+    first, long, other, third = (driver.begin(slot, sampling=HOT) for slot in range(4))
+    wave = [
+        long.row(RowKind.PREFILL, IDS[:70], cuts=((30, 6),)),
+        first.row(RowKind.LAST, IDS[:9], propose=2 * drafts),
+    ]
+    for stream, row in zip((long, first), driver.wave(wave).rows, strict=True):
+        stream.position = row.position
+    driver.wave([deep(third, depth, 70), deep(other, depth, 30)])
+    first.run(first.row(RowKind.VERIFY, [-1, 5, 6, 7], draft=Draft.GIVEN, propose=2 * drafts))
+    if drafts:
+        first.run(first.row(RowKind.VERIFY, [-1], 3, draft=Draft.OWN))
+    for n in (1, 2, 4, 7, 16, 30):
+        other.prefill(IDS[:n])
+    driver.wave([deep(third, depth, 1, RowKind.LAST), deep(other, depth, 1, RowKind.LAST)])
+
+
+def prompts(driver: Driver) -> None:
+    """Those rows that other devices have kernels of their own for."""
+    driver.begin(0).prefill(IDS[:70])
+    driver.wave([deep(driver.begin(1), DEPTH, 70)])
+
+
+def states(driver: Driver) -> None:
+    """Samplings, scores, graphs and state operations."""
+    stream = driver.begin(0, sampling=HOT, prompt_ids=IDS[:9])
+    stream.last(IDS[:9])
+    stream.decode(3)  # the second makes a graph, the third is one
+    driver.wave(before=[StateOp(OpKind.MASK, 0, data=np.full(7, 0x55555555, np.uint32))])
+    stream.run(stream.row(RowKind.LAST, [-1], top_n=3))
+    stream.run(stream.row(RowKind.SCORE, np.append(IDS[:6], np.int32(-1)), 6, top_n=3))
+    image, block = driver.slab_image(0), driver.block_image(0)
+    ops = [StateOp(OpKind.LOAD_SLAB, 7, data=image), StateOp(OpKind.LOAD_BLOCK, 60, data=block)]
+    ops += [StateOp(OpKind.COPY_SLAB, 7, 8), StateOp(OpKind.COPY_BLOCK, 60, 61)]
+    driver.wave(before=ops)
+
+
+def everything(driver: Driver) -> None:
+    rows(driver, DEPTH, drafts=True)
+    states(driver)
+
+
+def waves(library: CudaLibrary) -> None:
+    library.read_bandwidth(1 << 20)
+    tiny = replace(spec_named("tiny"), layer_kinds=("linear", "full"))
+    plain = partial(rows, depth=PLAIN_DEPTH, drafts=True)
+    packed = partial(rows, depth=DEPTH, drafts=False)
+    models: list[tuple[str, ModelSpec, str, dict[str, Any], Callable[[Driver], None]]] = [
+        ("any sizes", tiny, "mixed", {"kv": "f32"}, plain),
+        ("made there", tiny, "made", {"kv": "bf16"}, lambda driver: driver.begin(0).prefill([5])),
+        ("NVFP4", heads(), "nvfp4", {"kv": "q4"}, everything),
+        ("FP6", heads(), "e2m3", {"kv": "fp8"}, packed),
+        ("bf16", heads(), "bf16", {"kv": "bf16"}, packed),
+        ("portable", heads(), "nvfp4", {"kv": "q4", "portable": True}, prompts),
+    ]
+    for name, spec, policy, options, use in models:
+        begun = time.monotonic()
+        sizes = {"blocks": 4 * 132, "blocks_per_slot": 132, "wave_columns": 128}
+        driver = Driver(
+            spec, tensors_of(spec, policy), library=library, activations="auto", **sizes, **options
+        )
+        with driver:
+            use(driver)
+        print(f"{name}: {time.monotonic() - begun:.1f} s", flush=True)
+
+
+def under(tool: str) -> str:
+    """What a tool says to the waves. AssertionError where it found something, or they failed."""
+    program = shutil.which(PROGRAM) or f"/usr/local/cuda/bin/{PROGRAM}"
+    command = [program, "--tool", tool, "--print-limit", "1000"]
+    command += [sys.executable, "-m", "tests.device.sanitized", "--waves"]
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    text = done.stdout + done.stderr
+    assert done.returncode == 0, text[-4000:]
+    assert "SUMMARY: " in text
+    found = findings(text)
+    assert not found, f"{found}: {text[-4000:]}"
+    return text
+
+
+def findings(text: str) -> list[str]:
+    """Errors and hazards in what a tool printed, but those that are none."""
+    errors = re.findall(
+        r"^={9} (?:Error|Invalid|Program hit|Warning|Uninit).*$", text, re.MULTILINE
+    )
+    return [error for error in errors if not NO_RACES.search(error)]
+
+
+def missing() -> set[str]:
+    """Kernels of the sources that the waves do not launch."""
+    command = ["ncu", "--csv", "--metrics", "gpu__time_duration.sum", "--clock-control", "none"]
+    command += ["--kernel-id", "::regex:.+:1"]  # each kernel once
+    command += [sys.executable, "-m", "tests.device.sanitized", "--waves"]
+    out = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    launched = {kernel.name for kernel in read(out[out.index('"ID"') :])}
+    text = "".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "native/cuda").rglob("*.cu*")
+    )
+    head = re.compile(r"__global__\s+void\s+((?:\w+\((?:[^()]|\([^()]*\))*\)\s*)*)(\w+)\(")
+    return {found[2] for found in head.finditer(text)} - launched
+
+
+def main(arguments: list[str]) -> int:
+    if arguments == ["--waves"]:
+        waves(load_library())
+        return 0
+    if arguments == ["--missing"]:
+        print(*sorted(missing()))
+        return 0
+    for tool in arguments or TOOLS:
+        begun = time.monotonic()
+        print(under(tool), f"{tool}: nothing in {time.monotonic() - begun:.0f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
