@@ -1076,10 +1076,34 @@ void test_code_tables(const AttnKernels &a, const CodeKernels &k) {
   test_codes(a, k, 2, 20, 96, 100);
 }
 
+// Rows of values that are next to nothing, or all zero bytes, are read as zero.
+void test_empty_values(const AttnKernels &k, int format) {
+  const int d = 64, keys = 64;
+  KvRows rows(format, d, keys);
+  std::vector<uint8_t> bytes(attn_scratch_bytes(d) + 64, 0xff);
+  uint8_t *scratch = bytes.data() + (64 - (uintptr_t)bytes.data() % 64) % 64;
+  for (const float tiny : {0.0f, 1e-37f}) {
+    for (int j = 0; j < keys; j++) {
+      uint8_t *codes = &rows.plane[2][j * rows.step(2)], *scales = &rows.plane[3][j * rows.step(3)];
+      const Floats x(d, tiny);
+      kv_encode(format, 1, x.data(), d, codes, scales);
+      if (tiny == 0) memset(codes, 0, rows.size(2)), memset(scales, 0, rows.size(3));
+    }
+    Floats prepared(d), out(d);
+    k.query(format, random_floats(d).data(), d, 0.1f, prepared.data());
+    const Running all = attend(k, rows, prepared.data(), 1, 1, d, scratch);
+    k.finish(all.acc.data(), all.l[0], d, out.data());
+    for (int i = 0; i < d; i++)
+      check(fabsf(out[i]) <= 1e-12f, "format %d: values of %a are read as %a", format, tiny,
+            out[i]);
+  }
+}
+
 void test_attention_tables(const AttnKernels &k) {
   for (int format = KSL_KV_F32; format <= KSL_KV_INT4_G32; format++) {
     for (const int d : {32, 64, 96, 128, 256})
       if (!kv_format_limit(format, d)) test_kv_reading(k, format, d);
+    test_empty_values(k, format);
     test_attention(k, format, 2, 1, 128, 65);
     test_attention(k, format, 3, 2, 64, 64);
     test_attention(k, format, 6, 10, 256, 200);
