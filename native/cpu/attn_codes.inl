@@ -84,14 +84,12 @@ static void scores_of_bytes(const CodeTile *t, const uint8_t *q, size_t q_step, 
                       _mm512_mul_ps(floats_of(sum[r][v]), _mm512_load_ps(t->k_scale[0] + 16 * v)));
 }
 
-// Fetches row i of the next tile.
+// Fetches the key of row i of the next tile, and the scales; its value is fetched between values.
 KSL_INLINE void fetch_row(const CodeTile *t, int i) {
   if (i >= t->n_ahead) return;
   const KvRun *run = t->ahead;
   for (int at = 0; at < t->head_dim / 2; at += 64)
     __builtin_prefetch(run->k + i * run->k_step + at, 0, 2);
-  for (int at = 0; at < t->head_dim; at += 64)
-    __builtin_prefetch(run->v + i * run->v_step + at, 0, 2);
   __builtin_prefetch(run->k_scale + i * run->k_scale_step, 0, 2);
   __builtin_prefetch(run->v_scale + i * run->v_scale_step, 0, 2);
 }
@@ -253,15 +251,18 @@ static void values_of_codes(const CodeTile *t, const uint8_t *p, int at, bool fe
   for (int piece = 0; piece < pieces; piece++) {
     const int8_t *v = t->v[piece] + kPieceKeys * at;
     const uint8_t *next =
-        fetch ? t->next[piece] + (size_t)kPieceKeys * (t->head_dim + at) : nullptr;
+        fetch && !t->nibbles ? t->next[piece] + (size_t)kPieceKeys * (t->head_dim + at) : nullptr;
 #pragma GCC unroll 1
     for (int j = 0; j < kPieceKeys; j += 4, p += 4, v += 256) {
       __m512i x[N];
 #pragma GCC unroll 4
       for (int o = 0; o < N; o++) x[o] = _mm512_load_si512(v + 64 * o);
-      if (fetch) {
+      if (next) {
 #pragma GCC unroll 4
         for (int o = 0; o < N; o++) __builtin_prefetch(next + 64 * (j + o), 0, 2);
+      } else if (fetch) {
+        for (int i = kPieceKeys * piece + j, end = i + 4; i < end && i < t->n_ahead; i++)
+          __builtin_prefetch(t->ahead->v + i * t->ahead->v_step + at, 0, 2);
       }
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
@@ -338,7 +339,7 @@ static void attn_block_codes(const CodeTile *t, const uint8_t *q, size_t q_step,
     store(m + h, most);
     store(l + h, v_fma(load(tile_l + h), fresh, v_mul(load(l + h), old)));
   });
-  ahead = fetch && !t->nibbles;
+  ahead = fetch;
   each_rows(queries, [&](auto rows, int r) {
     const uint8_t *of = p + r * kTileKeys;
     float *to = acc + (size_t)r * t->head_dim;
