@@ -156,12 +156,14 @@ __device__ inline void gate_store(const GateArgs &o, int column, int head, int i
   if (o.split.data != nullptr) split_store(o.split, column, at, gated);
 }
 
-// Dims i and i + 1 of an even i.
-__device__ inline void gate_store2(const GateArgs &o, int column, int head, int i, int d,
-                                   float first, float second) {
-  const int at = head * d + i;
-  const float2 gate = *reinterpret_cast<const float2 *>(
+// Of dims i and i + 1, an even i.
+__device__ inline float2 gate_of2(const GateArgs &o, int column, int head, int i, int d) {
+  return *reinterpret_cast<const float2 *>(
       o.query_gate + static_cast<int64_t>(column) * o.query_gate_stride + (2 * head + 1) * d + i);
+}
+__device__ inline void gate_store2(const GateArgs &o, int column, int head, int i, int d,
+                                   float first, float second, const float2 &gate) {
+  const int at = head * d + i;
   const int64_t to = static_cast<int64_t>(column) * o.stride + at;
   if (o.pregate != nullptr)
     *reinterpret_cast<float2 *>(o.pregate + to) = make_float2(first, second);

@@ -5,8 +5,7 @@
 // Queries, probabilities and unpacked keys are rounded to halves; sums are float32. Where tiles are
 // too few for the device, the keys of each are divided: parts leave sums, which join.cu adds in
 // order.
-#include "../common/mma.cuh"
-#include "attn.cuh"
+#include "prompt.cuh"
 #include "wgmma.cuh"
 
 namespace ksl {
@@ -127,21 +126,8 @@ struct Loader {
       const int key = pass * 8 + (lane & 7), part = warp * 4 + (lane >> 3);
       const uint4 codes =
           *reinterpret_cast<const uint4 *>(memory + staged + (pass * 128 + thread) * 16);
-      const float s = reinterpret_cast<const float *>(memory + scales)[warp * kKeys + key];
-      const __half2 scale = __float2half2_rn(fminf(s, 128.0f));  // a half holds 448 of these
-      const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
-      uint32_t out[8];
-#pragma unroll
-      for (int i = 0; i < 8; i++) {
-        const uint32_t two = e4m3_halves(words[i / 2] >> (16 * (i & 1)));
-        const __half2 v = __hmul2(reinterpret_cast<const __half2 &>(two), scale);
-        out[i] = reinterpret_cast<const uint32_t &>(v);
-      }
-      uint8_t *panel = to + (part >> 2) * kPanel;
-      *reinterpret_cast<uint4 *>(panel + swizzled(key, (part & 3) * 2)) =
-          make_uint4(out[0], out[1], out[2], out[3]);
-      *reinterpret_cast<uint4 *>(panel + swizzled(key, (part & 3) * 2 + 1)) =
-          make_uint4(out[4], out[5], out[6], out[7]);
+      const float scale = reinterpret_cast<const float *>(memory + scales)[warp * kKeys + key];
+      unpack_piece8(codes, scale, to + (part >> 2) * kPanel, key, (part & 3) * 2);
     }
   }
   __device__ void unpack_k(uint8_t *to) const {
@@ -155,23 +141,7 @@ struct Loader {
         const int slot = pass * 128 + thread;
         const uint4 codes = *reinterpret_cast<const uint4 *>(memory + L::kKStaged + slot * 16);
         const __half2 pair = *reinterpret_cast<const __half2 *>(memory + L::kKScales + slot * 4);
-        const __half2 scale = __low2half2(pair), zero = __high2half2(pair);
-        const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
-        uint8_t *panel = to + (part >> 1) * kPanel;
-#pragma unroll
-        for (int w = 0; w < 4; w++) {
-          uint32_t out[4];
-          unpack_codes(words[w], out);
-#pragma unroll
-          for (int i = 0; i < 4; i++) {
-            // A code less its zero point is exact in a half.
-            const __half2 x =
-                __hmul2(__hsub2(reinterpret_cast<const __half2 &>(out[i]), zero), scale);
-            out[i] = reinterpret_cast<const uint32_t &>(x);
-          }
-          *reinterpret_cast<uint4 *>(panel + swizzled(key, (part & 1) * 4 + w)) =
-              make_uint4(out[0], out[1], out[2], out[3]);
-        }
+        unpack_piece4(codes, pair, to + (part >> 1) * kPanel, key, (part & 1) * 4);
       }
     }
   }
@@ -199,40 +169,10 @@ struct Loader {
 #pragma unroll
     for (int pass = 0; pass < 16; pass++) {
       int key, part;
-      uint32_t *words = reinterpret_cast<uint32_t *>(to + place512(pass, &key, &part));
-      const uint4 v = *reinterpret_cast<const uint4 *>(words);
-      *reinterpret_cast<uint4 *>(words) =
-          make_uint4(bf16_halves(v.x), bf16_halves(v.y), bf16_halves(v.z), bf16_halves(v.w));
+      unpack_piece16(to + place512(pass, &key, &part));
     }
   }
 };
-
-// Queries of one multiplying warpgroup, in units that make a power of two the exponential. Dims of
-// q4 are in the order in which codes unpack.
-template <int kFormat>
-__device__ void load_queries(const FlashArgs &a, const FlashTile &tile, int head, int group,
-                             uint8_t *memory, int half, int thread) {
-  const float unit = 1.4426950408889634f / sqrtf(static_cast<float>(kDim));
-  for (int i = thread; i < 64 * (kDim / 8); i += 128) {
-    const int chunk = i % (kDim / 8), row = half * 64 + i / (kDim / 8);
-    float q[8] = {};
-    if (row < tile.columns * group) {
-      const float4 *from = reinterpret_cast<const float4 *>(
-          a.q + static_cast<int64_t>(tile.column + row / group) * a.q_stride +
-          (head * group + row % group) * kDim + chunk * 8);
-      const float4 x = from[0], y = from[1];
-      q[0] = x.x, q[1] = x.y, q[2] = x.z, q[3] = x.w;
-      q[4] = y.x, q[5] = y.y, q[6] = y.z, q[7] = y.w;
-    }
-    alignas(16) __half2 out[4];
-#pragma unroll
-    for (int k = 0; k < 4; k++)
-      out[k] = kFormat == KSL_KV_Q4 ? __floats2half2_rn(q[k] * unit, q[k + 4] * unit)
-                                    : __floats2half2_rn(q[2 * k] * unit, q[2 * k + 1] * unit);
-    *reinterpret_cast<uint4 *>(memory + Layout<kFormat>::kQuery + (chunk >> 3) * (kRows * 128) +
-                               swizzled(row, chunk & 7)) = *reinterpret_cast<const uint4 *>(out);
-  }
-}
 
 template <int kFormat>
 __device__ void multiply(const FlashArgs &a, const FlashTile &tile, int head, uint8_t *memory) {
@@ -241,7 +181,7 @@ __device__ void multiply(const FlashArgs &a, const FlashTile &tile, int head, ui
   const int thread = threadIdx.x & 127, half = (threadIdx.x >> 7) - 2;
   const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
   const int group = a.heads / a.kv.kv_heads;
-  load_queries<kFormat>(a, tile, head, group, memory, half, thread);
+  load_queries<kFormat, kDim, 128>(a, tile, head, half * 64, 64, memory + L::kQuery, thread);
   wgmma_publish();
   asm volatile("bar.sync %0, 128;" ::"r"(1 + half) : "memory");
 
@@ -354,29 +294,12 @@ __device__ void multiply(const FlashArgs &a, const FlashTile &tile, int head, ui
   wgmma_wait<0>();
 
 #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const int row = half * 64 + warp * 16 + g + 8 * r;
-    const float sum = quad_sum(total[r]);
-    if (row >= rows) continue;
-    if (tile.parts > 1) {
-      const int64_t at = flash_partial(a, blockIdx.x / a.kv.kv_heads, head) + row;
-      if (t == 0) a.partial_sums[at] = make_float2(most[r], sum);
-#pragma unroll
-      for (int i = 0; i < kDim / 8; i++) {
-        const float *two = out[i >> 4] + 4 * (i & 15) + 2 * r;
-        *reinterpret_cast<float2 *>(a.partial + at * kDim + i * 8 + 2 * t) =
-            make_float2(two[0], two[1]);
-      }
-      continue;
-    }
-    const float scale = sum > 0 ? 1.0f / sum : 0.0f;  // no key: position 0 of a layer without row 0
-    const int column = tile.column + row / group, query_head = head * group + row % group;
-#pragma unroll
-    for (int i = 0; i < kDim / 8; i++) {
-      const float *two = out[i >> 4] + 4 * (i & 15) + 2 * r;
-      gate_store2(a.gate, column, query_head, i * 8 + 2 * t, kDim, two[0] * scale, two[1] * scale);
-    }
-  }
+  for (int r = 0; r < 2; r++)
+    finish_row<kDim>(a, tile, head, half * 64 + warp * 16 + g + 8 * r, most[r], total[r],
+                     [&](int j) {
+                       const float *two = out[j >> 4] + 4 * (j & 15) + 2 * r;
+                       return make_float2(two[0], two[1]);
+                     });
 }
 
 // The keys or values of all tiles, each asked for when the one before has been unpacked; bf16 when

@@ -32,8 +32,9 @@ __global__ void __launch_bounds__(kThreads) join_kernel(const __grid_constant__ 
       most = join.most;
     }
     const float scale = total > 0 ? 1.0f / total : 0.0f;
-    gate_store2(a.gate, tile.column + row / group, head * group + row % group, i, d, sum.x * scale,
-                sum.y * scale);
+    const int column = tile.column + row / group, query_head = head * group + row % group;
+    gate_store2(a.gate, column, query_head, i, d, sum.x * scale, sum.y * scale,
+                gate_of2(a.gate, column, query_head, i, d));
   }
 }
 
