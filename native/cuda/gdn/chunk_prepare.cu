@@ -16,7 +16,8 @@ struct Shared {
   // A below the diagonal blocks and the inverses of I + A in them, as two halves.
   uint8_t a_high[kChunk * 128], a_low[kChunk * 128];
   float diagonal[kBlocks][kBlock][kBlock + 1];
-  float sum[kChunk], beta[kChunk];  // G, beta
+  float sum[kChunk], beta[kChunk];   // G, beta
+  float grown[kChunk], left[kChunk];  // e^G, e^{G_C - G}
 };
 
 __device__ inline uint2 pack4(const float4 &v) {
@@ -58,7 +59,7 @@ __device__ inline int place4(int row, int part) {
   return (part >> 4) * (kChunk * 128) + swizzled(row, part >> 1 & 7) + (part & 1) * 8;
 }
 
-__global__ void __launch_bounds__(kThreads, 2) prepare_kernel(const __grid_constant__ ChunkArgs a) {
+__global__ void __launch_bounds__(kThreads, 3) prepare_kernel(const __grid_constant__ ChunkArgs a) {
   extern __shared__ __align__(1024) uint8_t memory[];
   Shared &s = *reinterpret_cast<Shared *>(memory);
   begin_chained();
@@ -88,6 +89,10 @@ __global__ void __launch_bounds__(kThreads, 2) prepare_kernel(const __grid_const
       total = __shfl_sync(kAll, sum, 31);
       s.sum[i] = sum;
       s.beta[i] = i < chunk.n ? a.beta[at] : 0.0f;
+    }
+    for (int i = lane; i < kChunk; i += 32) {
+      s.grown[i] = expf(s.sum[i]);
+      s.left[i] = expf(total - s.sum[i]);
     }
     if (lane == 0) a.decays[static_cast<int64_t>(blockIdx.x) * heads + head] = expf(total);
   }
@@ -120,7 +125,7 @@ __global__ void __launch_bounds__(kThreads, 2) prepare_kernel(const __grid_const
     for (int i = 0; i < kMine; i++) {
       const int row = i * (kThreads / 32) + warp, to = place4(row, part);
       *reinterpret_cast<uint2 *>(s.q[0] + to) = pack4(x[i]);
-      const float e = expf(s.sum[row]);
+      const float e = s.grown[row];
       *reinterpret_cast<uint2 *>(out.q[0] + to) =
           pack4(make_float4(x[i].x * e, x[i].y * e, x[i].z * e, x[i].w * e));
     }
@@ -194,7 +199,6 @@ __global__ void __launch_bounds__(kThreads, 2) prepare_kernel(const __grid_const
   // (e^{G_C - G} K)^T: a thread has one dim and half of the tokens.
   {
     const int dim = tid & 127;
-    const float last = s.sum[kChunk - 1];
 #pragma unroll
     for (int part = 0; part < 4; part++) {
       const int octet = (tid >> 7) * 4 + part;
@@ -208,7 +212,7 @@ __global__ void __launch_bounds__(kThreads, 2) prepare_kernel(const __grid_const
           const int at = place4(row, dim >> 2) + (dim & 3) * 2;
           x[e] = (__half2float(*reinterpret_cast<const __half *>(s.k_high[0] + at)) +
                   __half2float(*reinterpret_cast<const __half *>(s.k_low[0] + at))) *
-                 expf(last - s.sum[row]);
+                 s.left[row];
         }
         packed[i] = __floats2half2_rn(x[0], x[1]);
       }
@@ -264,7 +268,7 @@ __global__ void __launch_bounds__(kThreads, 2) prepare_kernel(const __grid_const
 #pragma unroll
           for (int i = 0; i < 4; i++) {
             const int row = b * kBlock + j * 8 + 2 * t + (i & 1);
-            c[j][i] = right[b][j][i] * s.beta[row] * (values ? kValueScale : expf(s.sum[row]));
+            c[j][i] = right[b][j][i] * s.beta[row] * (values ? kValueScale : s.grown[row]);
           }
 #pragma unroll
         for (int other = 0; other <= b; other++) {
