@@ -22,17 +22,22 @@ Split split_for(const Group &group, const Split &split) {
 // The form of what norms make for these groups.
 Split normed_split(const Backend *b, const Group &group, const Group *other = nullptr) {
   Split split = b->hidden_split;
-  int packed = 0;
+  int packed = 0, plain = 0;
   split.direct = split.groups > 0 && split.e4m3;
   for (const Group *g : {&group, other}) {
-    for (int i = 0; g != nullptr && i < g->n_packed; i++, packed++)
+    if (g == nullptr) continue;
+    plain += g->n_plain;
+    for (int i = 0; i < g->n_packed; i++, packed++)
       split.direct = split.direct && g->packed[i].encoding == KSL_ENC_E2M3;
   }
+  split.narrow = split.groups > 0 && plain > 0 && b->config->activations == KSL_ACT_AUTO;
   return packed > 0 ? split : kNoSplit;
 }
 // Where their float32 form goes; null: nobody reads it.
 float *normed_floats(const Backend *b, const Group &group, const Group *other = nullptr) {
-  const bool wanted = b->taps || group.n_plain > 0 || (other != nullptr && other->n_plain > 0);
+  const Split split = normed_split(b, group, other);
+  const bool wanted = b->taps || plain_reads_floats(group, split) ||
+                      (other != nullptr && plain_reads_floats(*other, split));
   return wanted ? b->normed : nullptr;
 }
 // The norm before a layer's mixer. Of the MTP layer two groups read it.
@@ -45,6 +50,13 @@ float *in_floats(const Backend *b, int layer) {
   const LayerWeights &w = b->layers[layer];
   if (w.kind != KSL_LAYER_FULL) return normed_floats(b, w.linear.in);
   return normed_floats(b, w.full.in, layer < b->spec->layers ? nullptr : &w.full.kv);
+}
+
+void run_norm(Backend *b, const NormArgs &a) {
+  if (a.split.data != nullptr && a.split.groups > 0)
+    panel_norm(&b->device, a, b->batch.n);
+  else
+    add_norm(&b->device, a, b->batch.n);
 }
 
 SlabPool slabs_of(const Backend *b, int linear) {
@@ -270,7 +282,7 @@ void out_and_norm(Backend *b, const Group &group, const float *x, int x_stride, 
   a.out_stride = b->hidden_stride;
   a.split = out_split;
   a.zero_at = zero_first ? b->batch.position : nullptr;
-  add_norm(&b->device, a, b->batch.n);
+  run_norm(b, a);
 }
 
 void stage_gdn_out(void *context, int layer) {
@@ -661,7 +673,7 @@ void norm_columns(Backend *b, const float *gain, float *out, const Split &split,
   a.out_stride = b->hidden_stride;
   a.split = split;
   a.zero_at = zero_first ? b->batch.position : nullptr;
-  add_norm(&b->device, a, b->batch.n);
+  run_norm(b, a);
 }
 
 void commit_kept(Backend *b) {

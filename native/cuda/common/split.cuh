@@ -19,8 +19,9 @@ struct Split {
   float scale;   // a power of two that is multiplied in
   int groups;    // 0, or `data` is a panel of so many eights of tokens
   bool e4m3;     // FP6 weights take a panel as e4m3
-  bool direct;   // its readers all do: who has a whole token writes that at once
+  bool direct;   // its packed readers all do: who has a whole token writes that at once
   bool scaled;   // a panel is for block_scaled.cuh, and e4m3 is not set
+  bool narrow = false;  // bf16 rows beside packed ones read the panel: it is written even if direct
 };
 
 __host__ __device__ inline Panel panel_of(const Split &split) {

@@ -88,6 +88,9 @@ inline int packed_block_bytes(int encoding) {
 void gemm_group(Device *device, const Group &group, const float *x, int x_stride,
                 const Split &split, const Output *outputs, const PairOutput *pair, int tokens);
 
+// Whether x is read for such a split.
+bool plain_reads_floats(const Group &group, const Split &split);
+
 // Puts rows [row0, row0 + rows) of `raw` (which holds just these) into a zeroed packed group. mode
 // 0: rows in order from tile `first`; 1, 2: the lower and upper halves of a pair's tiles. unit: the
 // matrix's largest E8M0 exponent byte, see packed_unit.

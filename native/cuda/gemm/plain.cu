@@ -43,6 +43,9 @@ PlainArgs plain_args(const Raw *matrices, const Output *outputs, int n, const fl
 bool dense_takes(const Raw &m, int tokens);
 void run_dense(Device *device, const Raw *matrices, const Output *outputs, int n, const float *x,
                int x_stride, int tokens);
+bool narrow_takes(const Raw &m);
+void run_narrow(Device *device, const Raw *matrices, const Output *outputs, int n, const Panel &x,
+                int tokens);
 void wide_product(Device *device, const Packed &m, const Panel &x, const Output *outputs,
                   const PairOutput *pair, int tokens);
 void wide_product8(Device *device, const Packed &m, const Panel8 &x, const Output *outputs,
@@ -55,14 +58,25 @@ void quantize_panel(Device *device, const Panel &from, const Panel8 &to, int pie
 
 void gemm_group(Device *device, const Group &group, const float *x, int x_stride,
                 const Split &split, const Output *outputs, const PairOutput *pair, int tokens) {
-  Raw plain[kGroupParts], dense[kGroupParts];
-  Output plain_out[kGroupParts], dense_out[kGroupParts];
-  int n_plain = 0, n_dense = 0;
+  Raw plain[kGroupParts], dense[kGroupParts], narrow[kGroupParts];
+  Output plain_out[kGroupParts], dense_out[kGroupParts], narrow_out[kGroupParts];
+  int n_plain = 0, n_dense = 0, n_narrow = 0;
   for (int i = 0; i < group.n_plain; i++) {
-    const bool takes = dense_takes(group.plain[i], tokens);
-    (takes ? dense : plain)[takes ? n_dense : n_plain] = group.plain[i];
-    (takes ? dense_out : plain_out)[takes ? n_dense++ : n_plain++] = outputs[group.plain_matrix[i]];
+    const Raw &m = group.plain[i];
+    const Output &out = outputs[group.plain_matrix[i]];
+    if (split.narrow && narrow_takes(m)) {
+      narrow[n_narrow] = m;
+      narrow_out[n_narrow++] = out;
+    } else if (dense_takes(m, tokens)) {
+      dense[n_dense] = m;
+      dense_out[n_dense++] = out;
+    } else {
+      plain[n_plain] = m;
+      plain_out[n_plain++] = out;
+    }
   }
+  // First: the panel has just been written.
+  if (n_narrow > 0) run_narrow(device, narrow, narrow_out, n_narrow, panel_of(split), tokens);
   PlainArgs rows = plain_args(plain, plain_out, n_plain, x, x_stride, tokens);
   bool quantized = false;
   for (int i = 0; i < group.n_packed; i++) {
@@ -89,6 +103,13 @@ void gemm_group(Device *device, const Group &group, const float *x, int x_stride
   }
   if (rows.n > 0) run_plain(device, rows);
   if (n_dense > 0) run_dense(device, dense, dense_out, n_dense, x, x_stride, tokens);
+}
+
+bool plain_reads_floats(const Group &group, const Split &split) {
+  bool reads = false;
+  for (int i = 0; i < group.n_plain; i++)
+    reads = reads || !(split.narrow && narrow_takes(group.plain[i]));
+  return reads;
 }
 
 }  // namespace ksl

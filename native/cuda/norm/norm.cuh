@@ -22,5 +22,7 @@ struct NormArgs {
   const int32_t *zero_at;  // null, or positions: the columns of position 0 get zeros in `out`
 };
 void add_norm(Device *device, const NormArgs &a, int columns);
+// The same of a wave whose split is a panel: without zero_at.
+void panel_norm(Device *device, const NormArgs &a, int columns);
 
 }  // namespace ksl
