@@ -41,9 +41,16 @@ PEER = {(1, 2048): 88.1, (1, 32768): 85.5, (4, 2048): 239, (8, 2048): 301, (16, 
 
 
 def opened(
-    model: str, weights: str, kv: str, streams: int, positions: int, columns: int, ring: int = 1
+    model: str,
+    weights: str,
+    kv: str,
+    streams: int,
+    positions: int,
+    columns: int,
+    ring: int = 1,
+    portable: bool = False,
 ) -> NativeEngine:
-    """An engine whose slots have room for so many positions."""
+    """An engine whose slots have room for so many positions. portable: see NativeEngine.open."""
     per_slot = -(-positions // BLOCK)
     sizes = PoolSizes(
         slots=streams,
@@ -56,7 +63,12 @@ def opened(
     )
     with open_model(model, weights=weights) as file:
         return NativeEngine.open(
-            file.spec, file.tensors, sizes, kv_format=kv, library=load_library()
+            file.spec,
+            file.tensors,
+            sizes,
+            kv_format=kv,
+            library=load_library(),
+            portable=portable,
         )
 
 

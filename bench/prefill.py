@@ -1,13 +1,15 @@
 """Prompts on the CUDA backend, on a model without data.
 
     python -m bench.prefill [--model synth:27b] [--weights nvfp4,fp6] [--kv q4] [--columns 2048]
-                            [--lengths 512,2048,8192,32768,131072] [--peer 2048,8192] [--save]
+                            [--lengths 512,2048,8192,32768,131072] [--peer 2048,8192]
+                            [--portable] [--save]
 
 `cold_N`: a prompt of N tokens in waves of `columns`, to its first token. `warm_N`: a turn of 200
 new tokens behind N. `decode_beside_N`: a wave of one decoding row and `columns` - 1 prompt columns
 at N, which is the gap that the row sees. tflops: of the matrix products alone, over all of the
 time; where torch is installed, the ratio is to its largest bf16 product in the same run. `--peer`:
 prompts of these lengths by transformers first, see bench/torch_peer.py; over_peer compares with it.
+`--portable`: with the attention that an sm_120 runs; a report of its own.
 """
 
 from __future__ import annotations
@@ -123,11 +125,12 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=2048)
     parser.add_argument("--lengths", default="512,2048,8192,32768,131072")
     parser.add_argument("--peer", default="")
+    parser.add_argument("--portable", action="store_true")
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
     args.lengths = [int(n) for n in args.lengths.split(",")]
     positions = max(args.lengths) + args.columns
-    report = Report("prefill")
+    report = Report("prefill_portable" if args.portable else "prefill")
     args.theirs = {}
     if args.peer and (found := measure(args.model, args.peer)):
         args.theirs = {int(n): seconds for n, seconds in found.pop("seconds").items()}
@@ -136,7 +139,9 @@ def main() -> None:
     for weights in args.weights.split(","):
         with open_model(args.model, weights=weights) as model:
             flops = product_flops(model.spec)
-        engine = opened(args.model, weights, args.kv, 2, positions, args.columns)
+        engine = opened(
+            args.model, weights, args.kv, 2, positions, args.columns, portable=args.portable
+        )
         asyncio.run(bench(report, weights, flops, engine, args))
         engine.close()
     report.write(args.save)
