@@ -4,7 +4,8 @@
 // into halves while it multiplies the ones before.
 //
 // Queries, probabilities and unpacked keys are rounded to halves; sums are float32.
-#include "prompt.cuh"
+#include "../common/mma.cuh"
+#include "attn.cuh"
 
 namespace ksl {
 
@@ -148,19 +149,51 @@ struct Loader {
       const P piece(pass);
       if (kPasses * kThreads > L::kKeys * P::kParts && piece.key >= L::kKeys) break;
       if constexpr (L::kBf16) {  // in place
-        unpack_piece16(memory + to + (piece.part >> 3) * L::kPanel +
-                       swizzled(piece.key, piece.part & 7));
+        uint4 *const at = reinterpret_cast<uint4 *>(memory + to + (piece.part >> 3) * L::kPanel +
+                                                    swizzled(piece.key, piece.part & 7));
+        *at = make_uint4(bf16_halves(at->x), bf16_halves(at->y), bf16_halves(at->z),
+                         bf16_halves(at->w));
         continue;
       }
       const uint8_t *const from = memory + staged + pass * P::kPass;
       const uint4 codes = *reinterpret_cast<const uint4 *>(from + threadIdx.x * 16);
       const uint8_t *const scales = from + P::scale_at();
-      if (kQ4)
-        unpack_piece4(codes, *reinterpret_cast<const __half2 *>(scales),
-                      memory + to + (piece.part >> 1) * L::kPanel, piece.key, (piece.part & 1) * 4);
-      else
-        unpack_piece8(codes, *reinterpret_cast<const float *>(scales),
-                      memory + to + (piece.part >> 2) * L::kPanel, piece.key, (piece.part & 3) * 2);
+      const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+      if (kQ4) {
+        const __half2 pair = *reinterpret_cast<const __half2 *>(scales);
+        const __half2 scale = __low2half2(pair), zero = __high2half2(pair);
+        uint8_t *const panel = memory + to + (piece.part >> 1) * L::kPanel;
+#pragma unroll
+        for (int w = 0; w < 4; w++) {
+          uint32_t out[4];
+          unpack_codes(words[w], out);
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            // A code less its zero point is exact in a half.
+            const __half2 x =
+                __hmul2(__hsub2(reinterpret_cast<const __half2 &>(out[i]), zero), scale);
+            out[i] = reinterpret_cast<const uint32_t &>(x);
+          }
+          *reinterpret_cast<uint4 *>(panel + swizzled(piece.key, (piece.part & 1) * 4 + w)) =
+              make_uint4(out[0], out[1], out[2], out[3]);
+        }
+      } else {
+        const float s = *reinterpret_cast<const float *>(scales);
+        const __half2 scale = __float2half2_rn(fminf(s, 128.0f));  // a half holds 448 of these
+        uint8_t *const panel = memory + to + (piece.part >> 2) * L::kPanel;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          uint32_t out[4];
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            const uint32_t two = e4m3_halves(words[2 * half + i / 2] >> (16 * (i & 1)));
+            const __half2 x = __hmul2(reinterpret_cast<const __half2 &>(two), scale);
+            out[i] = reinterpret_cast<const uint32_t &>(x);
+          }
+          *reinterpret_cast<uint4 *>(panel + swizzled(piece.key, (piece.part & 3) * 2 + half)) =
+              make_uint4(out[0], out[1], out[2], out[3]);
+        }
+      }
     }
   }
   __device__ void unpack(int stage) const {
@@ -171,6 +204,38 @@ struct Loader {
     __syncwarp();
   }
 };
+
+__device__ inline uint32_t two_of(float x, float y) {
+  const __half2 v = __floats2half2_rn(x, y);
+  return reinterpret_cast<const uint32_t &>(v);
+}
+
+// The queries of a tile, in units that make a power of two the exponential. Dims of q4 are in the
+// order in which codes unpack.
+template <int kFormat, int kDim>
+__device__ inline void load_queries(const FlashArgs &a, const FlashTile &tile, int head, int group,
+                                    uint8_t *memory) {
+  const float unit = 1.4426950408889634f / sqrtf(static_cast<float>(kDim));
+  for (int i = threadIdx.x; i < kRows * (kDim / 8); i += kThreads) {
+    const int chunk = i % (kDim / 8), row = i / (kDim / 8);
+    float q[8] = {};
+    if (row < tile.columns * group) {
+      const float4 *from = reinterpret_cast<const float4 *>(
+          a.q + static_cast<int64_t>(tile.column + row / group) * a.q_stride +
+          (head * group + row % group) * kDim + chunk * 8);
+      const float4 x = from[0], y = from[1];
+      q[0] = x.x, q[1] = x.y, q[2] = x.z, q[3] = x.w;
+      q[4] = y.x, q[5] = y.y, q[6] = y.z, q[7] = y.w;
+    }
+    uint32_t out[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+      out[k] = kFormat == KSL_KV_Q4 ? two_of(q[k] * unit, q[k + 4] * unit)
+                                    : two_of(q[2 * k] * unit, q[2 * k + 1] * unit);
+    *reinterpret_cast<uint4 *>(memory + (chunk >> 3) * (kRows * 128) + swizzled(row, chunk & 7)) =
+        make_uint4(out[0], out[1], out[2], out[3]);
+  }
+}
 
 template <int kFormat, int kDim>
 __global__ void __launch_bounds__(kThreads, 1) prompt_kernel(const __grid_constant__ PromptArgs p) {
@@ -189,7 +254,7 @@ __global__ void __launch_bounds__(kThreads, 1) prompt_kernel(const __grid_consta
   const Loader<kFormat, kDim> loader = {
       p, a.kv.tables + static_cast<int64_t>(tile.slot) * a.kv.table_blocks, head, keys, memory};
   if (!L::kBf16 && begin < end) loader.ask(begin, 0);
-  load_queries<kFormat, kDim, kThreads>(a, tile, head, 0, kRows, memory, threadIdx.x);
+  load_queries<kFormat, kDim>(a, tile, head, group, memory);
   __syncthreads();
   uint4 query[L::kHeld];
   uint4 *const rest = reinterpret_cast<uint4 *>(memory + L::kRest) + warp * 32 + lane;
@@ -298,10 +363,27 @@ __global__ void __launch_bounds__(kThreads, 1) prompt_kernel(const __grid_consta
   }
 
 #pragma unroll
-  for (int r = 0; r < 2; r++)
-    finish_row<kDim>(a, tile, head, warp * 16 + g + 8 * r, most[r], total[r], [&](int j) {
-      return make_float2(out[j][2 * r], out[j][2 * r + 1]);
-    });
+  for (int r = 0; r < 2; r++) {
+    const int row = warp * 16 + g + 8 * r;
+    const float sum = quad_sum(total[r]);
+    if (row >= rows) continue;
+    if (tile.parts > 1) {
+      const int64_t at = flash_partial(a, blockIdx.x / heads, head) + row;
+      if (t == 0) a.partial_sums[at] = make_float2(most[r], sum);
+#pragma unroll
+      for (int j = 0; j < kDim / 8; j++)
+        *reinterpret_cast<float2 *>(a.partial + at * kDim + j * 8 + 2 * t) =
+            make_float2(out[j][2 * r], out[j][2 * r + 1]);
+      continue;
+    }
+    const float scale = sum > 0 ? 1.0f / sum : 0.0f;  // no key: position 0 of a layer without row 0
+    const int column = tile.column + row / group, query_head = head * group + row % group;
+#pragma unroll
+    for (int j = 0; j < kDim / 8; j++)
+      gate_store2(a.gate, column, query_head, j * 8 + 2 * t, kDim, out[j][2 * r] * scale,
+                  out[j][2 * r + 1] * scale,
+                  gate_of2(a.gate, column, query_head, j * 8 + 2 * t, kDim));
+  }
 }
 
 template <int kFormat, int kDim>
@@ -316,8 +398,6 @@ void run(Device *device, const PromptArgs &p) {
 template <int kFormat>
 void by_dim(Device *device, const PromptArgs &p) {
   switch (p.flash.kv.head_dim) {
-    case 32:
-      return run<kFormat, 32>(device, p);
     case 64:
       return run<kFormat, 64>(device, p);
     case 128:
@@ -330,7 +410,7 @@ void by_dim(Device *device, const PromptArgs &p) {
 }  // namespace
 
 bool attn_prompt_runs(int format, int head_dim, int group) {
-  return (head_dim == 32 || head_dim == 64 || head_dim == 128 || head_dim == 256) && group <= kRows &&
+  return (head_dim == 64 || head_dim == 128 || head_dim == 256) && group <= kRows &&
          (format == KSL_KV_Q4 || format == KSL_KV_FP8 || format == KSL_KV_BF16);
 }
 

@@ -1,5 +1,5 @@
-// What both attentions of long pieces of prompts share: queries and stored pieces of 16 bytes as
-// halves in swizzled panels, and what is written of a row.
+// What flash.cu is made of: queries and stored pieces of 16 bytes as halves in swizzled panels, and
+// what is written of a row.
 #pragma once
 #include "../common/mma.cuh"
 #include "attn.cuh"
