@@ -26,6 +26,9 @@ struct Wave {
   uint64_t *drafts_ns;  // of the end record: how long the MTP drafts took, set by the backend
 };
 
+// Whether the wave asks for a tap of that name or (prefix) one that starts so. (wave.cc)
+bool wants_tap(const Wave *wave, const char *name, bool prefix);
+
 struct Backend;
 
 struct BackendOps {

@@ -159,11 +159,15 @@ int program_check(StageList list, const StageTable *table, ksl_error *error) {
   return KSL_OK;
 }
 
-void program_walk(StageList list, const StageTable *table, void *context, int layer,
-                  StageDone done) {
+void program_walk(StageList list, const StageTable *table, void *context, int layer, TapDone done) {
   for (int i = 0; i < table->n; i++) {
-    table->spans[i].run(context, layer);
-    if (done) done(context, list, table->spans[i].last, layer);
+    const StageSpan *span = &table->spans[i];
+    span->run(context, layer);
+    for (int s = span->first; done && s <= span->last; s++) {
+      const StageInfo *info = stage_at(list, s);
+      for (int k = 0; k < kStageOutputs && info->out[k] != kTapNone; k++)
+        done(context, info->out[k], layer);
+    }
   }
 }
 

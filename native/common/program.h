@@ -88,14 +88,13 @@ struct StageTable {
   const StageSpan *spans;
   int n;
 };
-// Called after each span with the index of its last stage.
-typedef void (*StageDone)(void *context, StageList list, int stage, int layer);
+// Called after a span for every output of its stages, in order.
+typedef void (*TapDone)(void *context, Tap tap, int layer);
 
 // KSL_OK if the spans tile the list exactly, in order.
 int program_check(StageList list, const StageTable *table, ksl_error *error);
 // Runs all spans of a list. done: may be null.
-void program_walk(StageList list, const StageTable *table, void *context, int layer,
-                  StageDone done);
+void program_walk(StageList list, const StageTable *table, void *context, int layer, TapDone done);
 
 // Floats of a tap in one column.
 int tap_width(const ModelSpec *spec, Tap tap);

@@ -563,4 +563,12 @@ void arena_free(WaveArena *arena) {
   *arena = WaveArena{};
 }
 
+bool wants_tap(const Wave *wave, const char *name, bool prefix) {
+  for (int i = 0; i < wave->n_taps; i++) {
+    const char *tap = wave->taps[i].name;
+    if (prefix ? !strncmp(tap, name, strlen(name)) : !strcmp(tap, name)) return true;
+  }
+  return false;
+}
+
 }  // namespace ksl

@@ -30,8 +30,9 @@ const StageTable kTables[kListCount] = {{kInputSpans, 1},    {kLinearSpans, 13},
                                         {kFullSpans, 12},    {kOutputSpans, 2},
                                         {kMtpInputSpans, 1}, {kMtpOutputSpans, 2}};
 
-// Copies a tap's columns out of the buffer it lives in right after its stage.
-void copy_tap(Backend *b, Tap tap, int layer) {
+// Copies a tap's columns out of the buffer it lives in right after its span.
+void copy_tap(void *context, Tap tap, int layer) {
+  Backend *b = static_cast<Backend *>(context);
   const ModelSpec *spec = b->spec;
   const float *data = nullptr;
   size_t stride = b->hidden_stride, segment_stride = 0;
@@ -142,20 +143,6 @@ void copy_tap(Backend *b, Tap tap, int layer) {
   tap_append(b, tap, layer, data, stride, b->batch->n, segments, width, segment_stride);
 }
 
-// All taps of the span that ends with `stage`.
-void copy_taps(void *context, StageList list, int stage, int layer) {
-  Backend *b = static_cast<Backend *>(context);
-  const StageTable *table = &kTables[list];
-  for (int i = 0; i < table->n; i++) {
-    if (table->spans[i].last != stage) continue;
-    for (int s = table->spans[i].first; s <= stage; s++) {
-      const StageInfo *info = stage_at(list, s);
-      for (int k = 0; k < kStageOutputs && info->out[k] != kTapNone; k++)
-        copy_tap(b, info->out[k], layer);
-    }
-  }
-}
-
 }  // namespace
 
 const StageTable *stage_table(StageList list) {
@@ -164,15 +151,7 @@ const StageTable *stage_table(StageList list) {
 
 void walk(Backend *b, StageList list, int layer) {
   bool taps = b->wave->n_taps > 0 && b->batch == &b->trunk;
-  program_walk(list, &kTables[list], b, layer, taps ? copy_taps : nullptr);
-}
-
-bool wants_tap(const Backend *b, const char *name, bool prefix) {
-  for (int i = 0; i < b->wave->n_taps; i++) {
-    const char *tap = b->wave->taps[i].name;
-    if (prefix ? !strncmp(tap, name, strlen(name)) : !strcmp(tap, name)) return true;
-  }
-  return false;
+  program_walk(list, &kTables[list], b, layer, taps ? copy_tap : nullptr);
 }
 
 void tap_append(Backend *b, Tap tap, int layer, const float *data, size_t column_stride,

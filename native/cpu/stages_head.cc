@@ -104,7 +104,7 @@ void stage_final_norm(void *context, int) {
 
 void stage_head(void *context, int) {
   Backend *b = static_cast<Backend *>(context);
-  if (b->wave->n_taps && wants_tap(b, "logits", false)) all_logits(b);
+  if (b->wave->n_taps && wants_tap(b->wave, "logits", false)) all_logits(b);
   const int n_jobs = list_jobs(b);
   int segments[kHeadBatch + 1];
   for (int next = 0; next < n_jobs;) {

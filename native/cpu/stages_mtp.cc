@@ -138,7 +138,7 @@ void stage_mtp_norm(void *context, int) {
 
 void stage_mtp_head(void *context, int) {
   Backend *b = static_cast<Backend *>(context);
-  if (!wants_tap(b, "mtp_logits", false)) return;
+  if (!wants_tap(b->wave, "mtp_logits", false)) return;
   for (int first = 0; first < b->batch->n; first += kHeadBatch) {
     const int n = b->batch->n - first < kHeadBatch ? b->batch->n - first : kHeadBatch;
     for (int c = 0; c < n; c++) {
@@ -168,7 +168,7 @@ void mtp_follow(Backend *b) {
       }
     }
   }
-  const bool tapped = b->wave->n_taps && wants_tap(b, "mtp", true);
+  const bool tapped = b->wave->n_taps && wants_tap(b->wave, "mtp", true);
   if (tapped || b->waiting.n + committed > b->mtp_room) mtp_catch_up(b);
   if (!tapped && committed <= b->mtp_room) {
     wait_columns(b);

@@ -359,8 +359,6 @@ void batch_rotary(Backend *b, Batch *batch);
 const StageTable *stage_table(StageList list);
 // Runs a stage list on the batch, with taps if it is the wave's.
 void walk(Backend *b, StageList list, int layer);
-// Whether the wave asks for a tap of that name or (prefix) one that starts so.
-bool wants_tap(const Backend *b, const char *name, bool prefix);
 // Appends columns to the tap: `segments` pieces of `width` floats, `segment_stride` apart, for each
 // column.
 void tap_append(Backend *b, Tap tap, int layer, const float *data, size_t column_stride,

@@ -1,7 +1,5 @@
 // The stage table of the CUDA backend, and the taps between stages. A span that is one kernel still
 // leaves every tap inside it in a buffer, so all of them can be compared.
-#include <string.h>
-
 #include "embed/embed.cuh"
 #include "head/gather.cuh"
 #include "mlp/act.cuh"
@@ -497,7 +495,7 @@ void stage_mtp_input(void *context, int) {
 
 void stage_mtp_head(void *context, int) {
   Backend *b = static_cast<Backend *>(context);
-  if (!wants_tap(b, "mtp_logits", false)) return;
+  if (!wants_tap(b->wave, "mtp_logits", false)) return;
   for (int first = 0; first < b->batch.n; first += kHeadBatch) {
     const int n = b->batch.n - first < kHeadBatch ? b->batch.n - first : kHeadBatch;
     for (int i = 0; i < n; i++) b->job_columns[i] = first + i;
@@ -531,8 +529,10 @@ const StageTable kTables[kListCount] = {KSL_TABLE(kInputSpans),    KSL_TABLE(kLi
                                         KSL_TABLE(kMtpInputSpans), KSL_TABLE(kMtpOutputSpans)};
 #undef KSL_TABLE
 
-// Copies a tap's columns out of the buffer that it is in after its span.
-void copy_tap(Backend *b, Tap tap, int layer) {
+// Copies a tap's columns out of the buffer that it is in after its span. `out` of a layer and `mid`
+// share x, but not a span.
+void copy_tap(void *context, Tap tap, int layer) {
+  Backend *b = static_cast<Backend *>(context);
   const ModelSpec *s = b->spec;
   const int key_width = s->lin_key_heads * s->lin_key_dim;
   const struct {
@@ -584,21 +584,6 @@ void copy_tap(Backend *b, Tap tap, int layer) {
   }
 }
 
-// All taps of the span that ends with `stage`, except those that its end has overwritten: `out` of
-// a layer and `mid` share x, but not a span.
-void copy_taps(void *context, StageList list, int stage, int layer) {
-  Backend *b = static_cast<Backend *>(context);
-  const StageTable *table = &kTables[list];
-  for (int i = 0; i < table->n; i++) {
-    if (table->spans[i].last != stage) continue;
-    for (int s = table->spans[i].first; s <= stage; s++) {
-      const StageInfo *info = stage_at(list, s);
-      for (int k = 0; k < kStageOutputs && info->out[k] != kTapNone; k++)
-        copy_tap(b, info->out[k], layer);
-    }
-  }
-}
-
 }  // namespace
 
 const StageTable *stage_table(StageList list) {
@@ -606,15 +591,7 @@ const StageTable *stage_table(StageList list) {
 }
 
 void walk(Backend *b, StageList list, int layer) {
-  program_walk(list, &kTables[list], b, layer, b->taps && b->trunk ? copy_taps : nullptr);
-}
-
-bool wants_tap(const Backend *b, const char *name, bool prefix) {
-  for (int i = 0; i < b->wave->n_taps; i++) {
-    const char *tap = b->wave->taps[i].name;
-    if (prefix ? !strncmp(tap, name, strlen(name)) : !strcmp(tap, name)) return true;
-  }
-  return false;
+  program_walk(list, &kTables[list], b, layer, b->taps && b->trunk ? copy_tap : nullptr);
 }
 
 void tap_append(Backend *b, Tap tap, int layer, const float *data, int64_t stride, int columns,

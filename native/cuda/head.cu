@@ -108,7 +108,7 @@ void upload_head(Backend *b) {
 
 void run_head(Backend *b) {
   const ModelSpec *s = b->spec;
-  if (b->taps && wants_tap(b, "logits", false)) {
+  if (b->taps && wants_tap(b->wave, "logits", false)) {
     for (int first = 0; first < b->batch.n; first += kHeadBatch) {
       const int n = b->batch.n - first < kHeadBatch ? b->batch.n - first : kHeadBatch;
       int32_t columns[kHeadBatch];
@@ -179,7 +179,7 @@ void finish_head(Backend *b) {
 void mtp_follow(Backend *b) {
   const int layer = b->spec->layers;
   walk(b, kListMtpInput, 0);
-  if (b->taps && wants_tap(b, "mtp", true)) {
+  if (b->taps && wants_tap(b->wave, "mtp", true)) {
     walk(b, kListFull, layer);
     walk(b, kListMtpOutput, 0);
     return;

@@ -225,7 +225,6 @@ int load_weights(Backend *b, const TensorTable *tensors, uint64_t *staging, ksl_
 // ---- dispatch.cu
 const StageTable *stage_table(StageList list);
 void walk(Backend *b, StageList list, int layer);
-bool wants_tap(const Backend *b, const char *name, bool prefix);
 void tap_append(Backend *b, Tap tap, int layer, const float *data, int64_t stride, int columns,
                 int segments, int width, int64_t segment_stride);
 // Logits of the first `vocab` ids for the first n columns of head_in.
