@@ -12,6 +12,79 @@ namespace ksl {
 
 namespace {
 
+// Rows [first, first + rows) of a tile's queries by kThreads threads, in units that make a power of
+// two the exponential. Dims of q4 are in the order in which codes unpack. to: panels of kFlashRows.
+template <int kFormat, int kDim, int kThreads>
+__device__ inline void load_queries(const FlashArgs &a, const FlashTile &tile, int head, int first,
+                                    int rows, uint8_t *to, int thread) {
+  constexpr int kChunks = kDim / 8, kAhead = 4;  // items whose loads are under way
+  const float unit = 1.4426950408889634f / sqrtf(static_cast<float>(kDim));
+  const int group = a.heads / a.kv.kv_heads;
+  for (int from = thread; from < rows * kChunks; from += kAhead * kThreads) {
+    float4 q[kAhead][2];
+#pragma unroll
+    for (int i = 0; i < kAhead; i++) {
+      const int item = from + i * kThreads, row = first + item / kChunks;
+      q[i][0] = q[i][1] = make_float4(0, 0, 0, 0);
+      if (item < rows * kChunks && row < tile.columns * group) {
+        const float4 *at = reinterpret_cast<const float4 *>(
+            a.q + static_cast<int64_t>(tile.column + row / group) * a.q_stride +
+            (head * group + row % group) * kDim + item % kChunks * 8);
+        q[i][0] = at[0];
+        q[i][1] = at[1];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; i++) {
+      const int item = from + i * kThreads, row = first + item / kChunks, chunk = item % kChunks;
+      if (item >= rows * kChunks) break;
+      const float4 &x = q[i][0], &y = q[i][1];
+      *reinterpret_cast<uint4 *>(to + (chunk >> 3) * (kFlashRows * 128) +
+                                 swizzled(row, chunk & 7)) =
+          kFormat == KSL_KV_Q4
+              ? make_uint4(two_of(x.x * unit, y.x * unit), two_of(x.y * unit, y.y * unit),
+                           two_of(x.z * unit, y.z * unit), two_of(x.w * unit, y.w * unit))
+              : make_uint4(two_of(x.x * unit, x.y * unit), two_of(x.z * unit, x.w * unit),
+                           two_of(y.x * unit, y.y * unit), two_of(y.z * unit, y.w * unit));
+    }
+  }
+}
+
+// A row of a tile when its keys are done, by the four lanes t that have it: greatest score, each
+// lane's part of the sum, and by two(j) dims 8 j + 2 t and the next. All lanes of a warp come here.
+template <int kDim, class Two>
+__device__ inline void finish_row(const FlashArgs &a, const FlashTile &tile, int head, int row,
+                                  float most, float total, const Two &two) {
+  const int t = threadIdx.x & 3, heads = a.kv.kv_heads, group = a.heads / heads;
+  const float sum = quad_sum(total);
+  if (row >= tile.columns * group) return;
+  if (tile.parts > 1) {
+    const int64_t at = flash_partial(a, blockIdx.x / heads, head) + row;
+    if (t == 0) a.partial_sums[at] = make_float2(most, sum);
+#pragma unroll
+    for (int j = 0; j < kDim / 8; j++)
+      *reinterpret_cast<float2 *>(a.partial + at * kDim + j * 8 + 2 * t) = two(j);
+    return;
+  }
+  const float scale = sum > 0 ? 1.0f / sum : 0.0f;  // no key: position 0 of a layer without row 0
+  const int column = tile.column + row / group, query_head = head * group + row % group;
+  // Gates of many dims are under way together: a store does not let later loads pass.
+  constexpr int kTogether = kDim / 8 < 16 ? kDim / 8 : 16;
+#pragma unroll
+  for (int first = 0; first < kDim / 8; first += kTogether) {
+    float2 gates[kTogether];
+#pragma unroll
+    for (int j = 0; j < kTogether; j++)
+      gates[j] = gate_of2(a.gate, column, query_head, (first + j) * 8 + 2 * t, kDim);
+#pragma unroll
+    for (int j = 0; j < kTogether; j++) {
+      const float2 v = two(first + j);
+      gate_store2(a.gate, column, query_head, (first + j) * 8 + 2 * t, kDim, v.x * scale,
+                  v.y * scale, gates[j]);
+    }
+  }
+}
+
 constexpr int kDim = 256;
 constexpr int kKeys = kFlashKeys;
 constexpr int kRows = kFlashRows;

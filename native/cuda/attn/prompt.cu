@@ -4,8 +4,7 @@
 // into halves while it multiplies the ones before.
 //
 // Queries, probabilities and unpacked keys are rounded to halves; sums are float32.
-#include "../common/mma.cuh"
-#include "attn.cuh"
+#include "prompt.cuh"
 
 namespace ksl {
 
@@ -149,51 +148,19 @@ struct Loader {
       const P piece(pass);
       if (kPasses * kThreads > L::kKeys * P::kParts && piece.key >= L::kKeys) break;
       if constexpr (L::kBf16) {  // in place
-        uint4 *const at = reinterpret_cast<uint4 *>(memory + to + (piece.part >> 3) * L::kPanel +
-                                                    swizzled(piece.key, piece.part & 7));
-        *at = make_uint4(bf16_halves(at->x), bf16_halves(at->y), bf16_halves(at->z),
-                         bf16_halves(at->w));
+        unpack_piece16(memory + to + (piece.part >> 3) * L::kPanel +
+                       swizzled(piece.key, piece.part & 7));
         continue;
       }
       const uint8_t *const from = memory + staged + pass * P::kPass;
       const uint4 codes = *reinterpret_cast<const uint4 *>(from + threadIdx.x * 16);
       const uint8_t *const scales = from + P::scale_at();
-      const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
-      if (kQ4) {
-        const __half2 pair = *reinterpret_cast<const __half2 *>(scales);
-        const __half2 scale = __low2half2(pair), zero = __high2half2(pair);
-        uint8_t *const panel = memory + to + (piece.part >> 1) * L::kPanel;
-#pragma unroll
-        for (int w = 0; w < 4; w++) {
-          uint32_t out[4];
-          unpack_codes(words[w], out);
-#pragma unroll
-          for (int i = 0; i < 4; i++) {
-            // A code less its zero point is exact in a half.
-            const __half2 x =
-                __hmul2(__hsub2(reinterpret_cast<const __half2 &>(out[i]), zero), scale);
-            out[i] = reinterpret_cast<const uint32_t &>(x);
-          }
-          *reinterpret_cast<uint4 *>(panel + swizzled(piece.key, (piece.part & 1) * 4 + w)) =
-              make_uint4(out[0], out[1], out[2], out[3]);
-        }
-      } else {
-        const float s = *reinterpret_cast<const float *>(scales);
-        const __half2 scale = __float2half2_rn(fminf(s, 128.0f));  // a half holds 448 of these
-        uint8_t *const panel = memory + to + (piece.part >> 2) * L::kPanel;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          uint32_t out[4];
-#pragma unroll
-          for (int i = 0; i < 4; i++) {
-            const uint32_t two = e4m3_halves(words[2 * half + i / 2] >> (16 * (i & 1)));
-            const __half2 x = __hmul2(reinterpret_cast<const __half2 &>(two), scale);
-            out[i] = reinterpret_cast<const uint32_t &>(x);
-          }
-          *reinterpret_cast<uint4 *>(panel + swizzled(piece.key, (piece.part & 3) * 2 + half)) =
-              make_uint4(out[0], out[1], out[2], out[3]);
-        }
-      }
+      if (kQ4)
+        unpack_piece4(codes, *reinterpret_cast<const __half2 *>(scales),
+                      memory + to + (piece.part >> 1) * L::kPanel, piece.key, (piece.part & 1) * 4);
+      else
+        unpack_piece8(codes, *reinterpret_cast<const float *>(scales),
+                      memory + to + (piece.part >> 2) * L::kPanel, piece.key, (piece.part & 3) * 2);
     }
   }
   __device__ void unpack(int stage) const {
@@ -204,11 +171,6 @@ struct Loader {
     __syncwarp();
   }
 };
-
-__device__ inline uint32_t two_of(float x, float y) {
-  const __half2 v = __floats2half2_rn(x, y);
-  return reinterpret_cast<const uint32_t &>(v);
-}
 
 // The queries of a tile, in units that make a power of two the exponential. Dims of q4 are in the
 // order in which codes unpack.
