@@ -129,7 +129,7 @@ static void attn_tile_q4(const KvRun *runs, int n_runs, const KvRun *next, int n
       spoilt |= fill_e4m3(v + at + j, head_dim, values + from * value_bytes + 64 * j) << j;
     // Codes are 127 / 448 of the values that e4m3 gives to scales, which are powers of two.
     // Rows of a smaller one are as good as zero, and their inverse would leave no room for a sum.
-    const __m512 least = _mm512_max_ps(_mm512_set1_ps(0x1p-60f), _mm512_load_ps(v_scale + at));
+    const __m512 least = _mm512_max_ps(_mm512_set1_ps(kLeastRow), _mm512_load_ps(v_scale + at));
     const __m512 scale =
         _mm512_mask_mov_ps(least, (__mmask16)spoilt, _mm512_set1_ps(__builtin_nanf("")));
     _mm512_store_ps(t.v_log + at,
