@@ -182,7 +182,7 @@ struct WholeBytes {
 alignas(64) constexpr WholeBytes kWholeBytes;
 
 // Of R queries that see the first n_keys of the tile each: p [.][kTileKeys] bytes, 255 for what
-// adds most; the exponent that stands for, and the sum of probabilities relative to it.
+// adds most; the exponent that stands for, and 255 times the sum of probabilities relative to it.
 template <int R, bool kAll>
 static void soften_codes(const CodeTile *t, const uint8_t *q, size_t q_step, const float *score,
                          const int *n_keys, uint8_t *p, float *m, float *l) {
@@ -226,7 +226,7 @@ static void soften_codes(const CodeTile *t, const uint8_t *q, size_t q_step, con
 #pragma GCC unroll 4
   for (int h = 0; h < R; h++) {
     m[h] = most[4 * h];
-    l[h] = sums[4 * h];
+    l[h] = 255.0f * sums[4 * h];
   }
 }
 
@@ -238,7 +238,8 @@ struct CodeWeights {
   bool start[kBlockQueries];
 };
 
-// Adds 16 N channels from `at` to acc of R queries.
+// Adds 16 N channels from `at` to acc of R queries. A start is what the tile's integers are, so
+// that a tile that begins a partial result rounds no more than one that is added.
 template <int R, int N>
 static void values_of_codes(const CodeTile *t, const uint8_t *p, int at, bool fetch,
                             const CodeWeights *w, int first, float *acc) {
@@ -335,7 +336,7 @@ static void attn_block_codes(const CodeTile *t, const uint8_t *q, size_t q_step,
     const V before = load(m + h), now = load(tile_m + h), most = v_max(now, before);
     const V old = v_exp2(v_sub(before, most)), fresh = v_exp2(v_sub(now, most));
     store(w.old + h, old);
-    store(w.fresh + h, v_mul(fresh, v_set1(1.0f / 255)));
+    store(w.fresh + h, fresh);
     store(m + h, most);
     store(l + h, v_fma(load(tile_l + h), fresh, v_mul(load(l + h), old)));
   });

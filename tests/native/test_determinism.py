@@ -13,7 +13,7 @@ from kslserve.engine.budget import KV_FORMATS
 from kslserve.engine.types import Draft, Row, RowKind
 from tests.native.conftest import Engines
 from tests.native.driver import ISA_PATHS, Driver
-from tests.tiny import tiny_arrays, tiny_spec, tiny_tensors
+from tests.tiny import tiny_arrays, tiny_spec, tiny_tensors, wide_spec
 
 HOT = SamplingParams(temperature=1.0, top_k=40, top_p=0.95, repetition_penalty=1.1)
 IDS = np.random.default_rng(5).integers(0, 199, 240).astype(np.int32)
@@ -152,17 +152,20 @@ def test_any_number_of_threads(engines: Engines, isa: str, kv: str, arithmetic: 
 
 
 @each_path
-def test_one_query_over_many_keys(isa: str) -> None:
+@pytest.mark.parametrize(
+    ("kv", "arithmetic"), [("bf16", "float"), ("bf16", "auto"), ("fp8", "auto"), ("q4", "auto")]
+)
+def test_one_query_over_many_keys(isa: str, kv: str, arithmetic: str) -> None:
     """Decode deep into a context: with threads the tiles of one query are shared out, and combined
     in order like those of a prompt row."""
-    spec = tiny_spec()
+    spec = tiny_spec() if arithmetic == "float" else wide_spec()
     tensors = tiny_tensors(spec, tiny_arrays(spec), "f32")
     ids = np.random.default_rng(6).integers(0, 199, 1501).astype(np.int32)
     results = []
     for threads, plan in ((1, [500, 500]), (3, [512, 512, 476])):
         with Driver(
-            spec, tensors, isa=isa, kv="bf16", threads=threads, slots=1, blocks=96,
-            blocks_per_slot=96, wave_columns=512,
+            spec, tensors, isa=isa, kv=kv, activations=arithmetic, threads=threads, slots=1,
+            blocks=96, blocks_per_slot=96, wave_columns=512,
         ) as driver:  # fmt: skip
             stream = driver.begin(0)
             stream.prefill(ids[: sum(plan)], plan)
