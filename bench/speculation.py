@@ -184,9 +184,8 @@ async def matrix(args: argparse.Namespace, report: Report) -> None:
         for n in streams:
             count = max(2, args.batches // n)  # so that warming up takes little longer
             batches = batches_of(kind, n, args.tokens, count, tokenizer)
-            await cell(
-                report, plain, spec, kind, batches, args.pairs, engine.info.equality == "bit"
-            )
+            exact = engine.info.equality.batch.bit and engine.info.equality.speculation.bit
+            await cell(report, plain, spec, kind, batches, args.pairs, exact)
     engine.close()
 
 

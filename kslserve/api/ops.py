@@ -75,5 +75,6 @@ class Ops:
             health["model"] = model.name
             health["context"] = model.context
             health["numerics"] = model.fingerprint
+            health["equality"] = dict(model.equality)
             health["scheduler"] = dataclasses.asdict(state.service.scheduler.snapshot())
         return health

@@ -14,6 +14,7 @@ from typing import Any
 from _kslserve import ffi, lib
 
 from kslserve.engine.budget import kv_layers
+from kslserve.engine.equality import PROPERTIES, Closeness, Equality
 from kslserve.engine.marshal import Pending, WavePacker, check_sizes
 from kslserve.engine.model import LAYER_KINDS, ModelSpec, PoolSizes, TensorArg
 from kslserve.engine.records import DoneReader
@@ -259,11 +260,17 @@ def _info(library: Any, handle: Any, pools: PoolSizes, kv_format: str) -> Engine
         isa=_text(raw.isa),
         activation=_text(raw.activation),
         note=_text(raw.note),
-        equality=_text(raw.equality),
+        equality=_equality(raw),
         numerics=_text(raw.numerics),
         kv_format=kv_format,
         **{name: getattr(raw, name) for name in names},
     )
+
+
+def _equality(raw: Any) -> Equality:
+    said = (Closeness(far.distance, far.divergence) for far in raw.equality)
+    found = dict(zip(PROPERTIES, said, strict=True))
+    return Equality(**found, columns=raw.equal_columns, row=raw.equal_row)
 
 
 def _tap_width(spec: ModelSpec) -> int:

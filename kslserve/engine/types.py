@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kslserve.core.sampling import SamplingParams
+from kslserve.engine.equality import EQUAL, Equality
 
 Ids = npt.NDArray[np.int32]
 
@@ -172,8 +173,8 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Fixed facts of an open engine. Sizes in bytes; equality: `bit` or `tolerance`; note: a
-    sentence for whoever starts it, or empty."""
+    """Fixed facts of an open engine. Sizes in bytes; note: a sentence for whoever starts it, or
+    empty."""
 
     name: str
     vocab: int
@@ -191,7 +192,7 @@ class EngineInfo:
     isa: str = ""
     activation: str = "float"
     note: str = ""
-    equality: str = "bit"
+    equality: Equality = EQUAL
     numerics: str = ""
     kv_format: str = "f32"
     weight_bytes: int = 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kslserve.core.sampling import SamplingParams
 
@@ -12,7 +13,7 @@ class ServedModel:
     """What is served. context: tokens of a request. defaults: sampling of fields a client leaves
     out. fingerprint: names weights, formats and arithmetic; equal ones answer equal requests
     equally. stop_ids: ids that end a turn. vocab: ids below this are valid. created: Unix
-    seconds."""
+    seconds. equality: how far answers depend on how they are computed, by property."""
 
     name: str
     context: int
@@ -21,3 +22,4 @@ class ServedModel:
     stop_ids: tuple[int, ...]
     vocab: int
     created: int
+    equality: Mapping[str, str] = field(default_factory=dict)

@@ -100,6 +100,7 @@ def open_backend(settings: Settings, log_line: Callable[[str], None]) -> Backend
             stop_ids=tokenizer.end_of_turn_ids,
             vocab=tokenizer.size,
             created=int(time.time()),
+            equality=engine.info.equality.texts(),
         )
         # Under a mask a script speaks in the tokenizer's own ids.
         grammars = Grammars(own, engine.info.vocab)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from kslserve.config import Settings
 from kslserve.core.sampling import SamplingParams
 from kslserve.engine.budget import kv_token_bytes, slot_bytes
+from kslserve.engine.equality import Equality
 from kslserve.engine.model import ModelSpec
 from kslserve.engine.types import EngineInfo
 from kslserve.ksl.model import ModelFile
@@ -40,6 +41,7 @@ def describe(
         f"model     {model.name}: {shape}, template {version}",
         f"source    {model.source}",
         f"engine    {engine}, {info.activation} activations{reads}",
+        f"equality  {describe_equality(info.equality)}",
         f"memory    weights {size(info.weight_bytes)}, KV {tokens} tokens {size(kv_bytes)} "
         f"({info.kv_format}), {info.slots} slabs {size(info.slots * info.slab_bytes)}, "
         f"checkpoints {size((info.slabs - info.slots) * info.slab_bytes)}, "
@@ -83,6 +85,16 @@ def describe_tiers(settings: Settings, host_bytes: int) -> list[str]:
     if settings.prefix_cache and settings.prefix_cache_dir:
         tiers.append(f"{size(settings.prefix_cache_disk_bytes)} in {settings.prefix_cache_dir}")
     return [f"tiers     checkpoints also in {' and '.join(tiers)}"] if tiers else []
+
+
+def describe_equality(equality: Equality) -> str:
+    """How far results depend on how they are computed: properties of equal closeness together."""
+    groups: dict[str, list[str]] = {}
+    for name, closeness in equality.properties().items():
+        groups.setdefault(str(closeness), []).append(name.replace("_", " "))
+    parts = [f"{', '.join(names)}: {text}" for text, names in groups.items()]
+    within = [f"all bit among {scope}"] if (scope := equality.scope()) else []
+    return "; ".join(parts + within)
 
 
 def describe_drafts(drafts: SpecPolicy | None) -> str:

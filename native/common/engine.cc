@@ -345,7 +345,6 @@ int engine_info(ksl_engine *e, ksl_info *info) {
   info->kv_token_bytes = e->budget.kv_token_bytes;
   info->pool_bytes = e->budget.pool_bytes;
   snprintf(info->activation, sizeof info->activation, "float");
-  snprintf(info->equality, sizeof info->equality, "bit");
   e->ops->info(e->backend, info);
   if (info->numerics[0] == 0)
     snprintf(info->numerics, sizeof info->numerics, "%.16s/%s/%s/kv-%s/act-%s", ksl_source_digest(),

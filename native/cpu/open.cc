@@ -342,7 +342,6 @@ void cpu_info(Backend *b, ksl_info *info) {
   const bool rounded = b->bf16 && b->has_bf16_products;
   const char *activation = integers ? rounded ? "int8+bf16" : "int8" : rounded ? "bf16" : "float";
   snprintf(info->activation, sizeof info->activation, "%s", activation);
-  snprintf(info->equality, sizeof info->equality, "bit");
   char ring[16] = "";
   if (b->ring_tokens) snprintf(ring, sizeof ring, "/%d", b->ring_tokens);
   int at = snprintf(info->numerics, sizeof info->numerics,

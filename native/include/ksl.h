@@ -142,6 +142,24 @@ typedef struct ksl_config {
   int32_t draft_vocab;
 } ksl_config;
 
+/* Properties of the determinism contract: a position's logits do not depend on how the rows of a
+   prompt were cut, on what else its waves held, on whether the state before it came from a
+   checkpoint of a prompt, or of a generation, or on drafts. */
+enum {
+  KSL_CHUNKED = 0,
+  KSL_BATCH = 1,
+  KSL_ADOPTED_PROMPT = 2,
+  KSL_ADOPTED_GENERATION = 3,
+  KSL_SPECULATION = 4,
+  KSL_PROPERTIES = 5
+};
+
+/* How far a property holds: the logits of the two ways on a trained model. All 0: equal bits. */
+typedef struct ksl_closeness {
+  float distance;   /* relative L2 distance, at most */
+  float divergence; /* mean KL divergence in nats, at most */
+} ksl_closeness;
+
 typedef struct ksl_info {
   int32_t vocab, hidden, layers, mtp_layers;
   int32_t slots, slabs, blocks, block_tokens;
@@ -157,9 +175,12 @@ typedef struct ksl_info {
   uint64_t scratch_bytes;  /* activation arena */
   char isa[16];            /* "scalar", "avx2", "avx512" */
   char activation[24];     /* "float": no activation quantisation; "int8" */
-  char equality[16];       /* "bit" or "tolerance", for every property of the contract */
-  char numerics[128];      /* build, ISA path and formats: equal strings mean equal bits */
-  char note[160];          /* a sentence for whoever starts this engine, or "" */
+  ksl_closeness equality[KSL_PROPERTIES];
+  /* Where a property is no equality of bits it is one among waves of at most equal_columns columns
+     whose rows have at most equal_row. 0: any. */
+  int32_t equal_columns, equal_row;
+  char numerics[128]; /* build, ISA path and formats: equal strings mean equal bits */
+  char note[160];     /* a sentence for whoever starts this engine, or "" */
 } ksl_info;
 
 /* Sampling of one slot, set by CONFIGURE. Order of application: repetition penalty over prompt and

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kslserve.core.sampling import SamplingParams
+from kslserve.engine.equality import Equality
 from kslserve.engine.model import Fill, ModelSpec, PoolSizes, TensorArg
 from kslserve.engine.native import NativeEngine, isa_names
 from kslserve.engine.types import (
@@ -103,7 +104,8 @@ async def test_info(driver: Driver) -> None:
     assert info.vocab == 203
     assert info.has_mtp
     assert info.isa in isa_names()
-    assert info.equality == "bit"
+    assert info.equality == Equality()
+    assert all(far.bit for far in info.equality.properties().values())
     assert info.slab_bytes > 0
     assert info.block_bytes > 0
 

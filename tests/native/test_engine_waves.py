@@ -492,8 +492,8 @@ def test_info(tiny: Driver, engines: Engines) -> None:
     wide = engines.get(wide=True).info
     assert engines.get(kv="bf16").info.block_bytes == wide.block_bytes // 2
     assert 0 < info.token_bytes < info.weight_bytes
-    texts = [ffi.string(x).decode() for x in (info.isa, info.activation, info.equality)]
-    assert texts == [ISA_PATHS[-1], "float", "bit"]
+    texts = [ffi.string(x).decode() for x in (info.isa, info.activation)]
+    assert texts == [ISA_PATHS[-1], "float"]
     assert ffi.string(engines.get(activations="auto").info.activation).startswith(b"int8")
     numerics = {ffi.string(engines.get(kv=kv).info.numerics) for kv in ("f32", "bf16")}
     assert len(numerics) == 2

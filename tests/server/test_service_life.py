@@ -204,6 +204,8 @@ def test_health(server: Server) -> None:
     health = json.loads(get_text(server.root + "/healthz"))
     assert health["status"] == "ready"
     assert health["context"] == 4096
+    properties = ("chunked", "batch", "adopted_prompt", "adopted_generation", "speculation")
+    assert health["equality"] == dict.fromkeys(properties, "bit")
     state = health["scheduler"]
     counts = ("slots_free", "slots_total", "slabs_free", "slabs_total")
     counts += ("blocks_free", "blocks_cached", "blocks_total", "queued", "running", "waves")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from kslserve.core.sampling import SamplingParams
+from kslserve.engine.equality import Closeness, Equality
 from kslserve.engine.types import EngineInfo
 from kslserve.ksl.open import open_model
 from kslserve.service.model import ServedModel
-from kslserve.startup.lines import describe
+from kslserve.startup.lines import describe, describe_equality
 
 NOTE = "the kernels for sm_120 have been compiled and emulated, not run"
 
@@ -25,3 +26,22 @@ def test_what_an_engine_says_of_itself_is_a_note_before_the_others() -> None:
         assert lines[-2:] == [f"note      {NOTE}", "note      another"]
         silent = describe(model, info(""), served, "1", [], None)
         assert not any(line.startswith("note") for line in silent)
+
+
+def test_how_far_results_depend_on_how_they_are_computed() -> None:
+    every = "chunked, batch, adopted prompt, adopted generation, speculation"
+    assert describe_equality(Equality()) == f"{every}: bit"
+    far = Closeness(0.02, 0.001)
+    mixed = Equality(far, far, far, far, columns=64, row=63)
+    assert describe_equality(mixed) == (
+        "chunked, batch, adopted prompt, adopted generation: tolerance: logits within 0.02, KL "
+        "0.001; speculation: bit; all bit among waves of at most 64 columns, rows of at most 63"
+    )
+    assert mixed.texts() == {
+        **dict.fromkeys(
+            ("chunked", "batch", "adopted_prompt", "adopted_generation"),
+            "tolerance: logits within 0.02, KL 0.001",
+        ),
+        "speculation": "bit",
+        "bit_within": "waves of at most 64 columns, rows of at most 63",
+    }
