@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from bench.device import BLOCK
+from bench.decode import BLOCK
 from bench.report import ROOT, Report
 from kslserve.core.sampling import SamplingParams
 from kslserve.engine import codecs

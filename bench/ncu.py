@@ -17,7 +17,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from bench.device import opened
+from bench.decode import opened
 from kslserve.engine.types import Row, RowKind
 from kslserve.selftest.waves import Waves
 

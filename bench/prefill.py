@@ -18,7 +18,7 @@ import argparse
 import asyncio
 import statistics
 
-from bench.device import opened
+from bench.decode import opened
 from bench.report import Report
 from bench.torch_peer import measure
 from kslserve.engine.model import ModelSpec

@@ -20,7 +20,7 @@ from collections import defaultdict
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.device import opened
+from bench.decode import opened
 from bench.prefill import Prompts, matmul_peak
 from bench.report import Report
 from kslserve.engine.model import ModelSpec
