@@ -153,11 +153,11 @@ void stage_mtp_head(void *context, int) {
 void mtp_follow(Backend *b) {
   const int layer = b->spec->layers;
   Batch *batch = b->batch;
-  bool late = b->wave->n_after == 0;
+  bool late = b->wave->n_after == 0, drafting = false;
   int committed = 0;
   for (int r = 0; r < b->n_rows; r++) {
     const RowPlan *row = &b->rows[r];
-    if (row->row->propose > 0) late = false;
+    if (row->row->propose > 0) drafting = true;
     if (row->n) committed += row->committed;
     for (int j = 0; j < row->n; j++) {
       const int c = row->column + j;
@@ -172,7 +172,14 @@ void mtp_follow(Backend *b) {
   if (tapped || b->waiting.n + committed > b->mtp_room) mtp_catch_up(b);
   if (!tapped && committed <= b->mtp_room) {
     wait_columns(b);
-    if (!late) mtp_catch_up(b);
+    if (drafting) {
+      // The host would not wait for them but for the drafts.
+      const uint64_t begun = now_ns();
+      mtp_catch_up(b);
+      *b->wave->drafts_ns = now_ns() - begun;
+    } else if (!late) {
+      mtp_catch_up(b);
+    }
     return;
   }
   if (tapped) {
@@ -182,7 +189,7 @@ void mtp_follow(Backend *b) {
     return;
   }
   read_columns(b);
-  if (late)
+  if (late && !drafting)
     b->mtp_late = true;
   else
     follow_columns(b);
@@ -236,7 +243,7 @@ void mtp_propose(Backend *b) {
     }
   }
   b->batch = &b->trunk;
-  *b->wave->drafts_ns = now_ns() - begun;
+  *b->wave->drafts_ns += now_ns() - begun;
 }
 
 }  // namespace ksl

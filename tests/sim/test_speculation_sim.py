@@ -18,7 +18,7 @@ from kslserve.engine.fakemodel import HashModel, Slot, Timeline
 from kslserve.engine.types import RowKind, Wave
 from kslserve.sched.cache.saves import CachePolicy
 from kslserve.sched.scheduler import Job
-from kslserve.sched.spec.cost import PACE_MIN, PLAIN_FIRST
+from kslserve.sched.spec.cost import PACE_MIN, PROBE
 from kslserve.sched.spec.drafter import Drafter, DraftStats
 from kslserve.sched.spec.policy import SpecPolicy
 from tests.world import SIZES, Recorder, World, job
@@ -186,7 +186,7 @@ def test_a_text_that_cannot_be_foreseen_is_left_alone() -> None:
     world.run()
     assert len(got.batches) == 220
     assert plans == 2  # the prompt's wave, and the first one behind it
-    assert looks <= PLAIN_FIRST + 4 + 220 // PACE_MIN
+    assert looks <= PROBE + 4 + 220 // PACE_MIN
 
 
 def test_drafts_resume_where_a_text_begins_to_repeat_itself() -> None:
@@ -337,10 +337,11 @@ def test_where_no_draft_can_pay_nobody_is_looked_at() -> None:
     for rows in (2, 3):
         costs = speculator.costs.of(rows)
         for _ in range(5):
-            costs.observe(rows, 1.0)
+            costs.observe(rows, 1.0, 1)
         for columns in range(rows + 1, 64):
             for _ in range(5):
-                costs.observe(columns, 1.0 + columns)
+                costs.observe(columns, 1.0 + columns, 1)
+        assert costs.known
     reads = 0
     read = Drafter.read
 

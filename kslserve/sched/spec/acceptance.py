@@ -2,7 +2,8 @@
 
 Of the suffix index every new token tells, for each length of match, whether its prediction came
 true, drafted or not: that costs nothing and is always up to date. Of MTP drafts only drafting
-tells. A sequence starts with what all sequences before it saw."""
+tells. A sequence starts with what all sequences before it saw. Drafts that are verified are those
+that promised most, so estimates that err upwards are among them: what they keep of it is known."""
 
 from __future__ import annotations
 
@@ -23,6 +24,9 @@ DEPTH_CLASSES = 8  # deeper MTP drafts count as the last class
 DEPTH_PRIOR = (0.6,) * DEPTH_CLASSES
 DEPTH_WEIGHT = 2
 DEPTH_KNOWN, DEPTH_FADE = 5, 0.95
+# Of what is promised: what is believed at first, as if of so many drafts; the weight of the past;
+# and what is believed in any case.
+KEPT_FIRST, KEPT_WEIGHT, KEPT_FADE, KEPT_LEAST = 0.8, 20.0, 0.98, 0.5
 _CLASS_OF = [max(i for i, least in enumerate(MATCHES) if n >= least) for n in range(3, 33)]
 
 
@@ -67,6 +71,23 @@ class Averages:
     def _note(self, which: int, hit: bool, least: float) -> None:
         weight = self.weights[which] = self.weights[which] + 1
         self.values[which] += max(least, 1.0 / weight) * (hit - self.values[which])
+
+
+class Kept:
+    """What drafts keep of what they promise: as many come true, of those that were to."""
+
+    __slots__ = ("_accepted", "_promised", "part")
+
+    def __init__(self) -> None:
+        self.part = KEPT_FIRST
+        self._promised = KEPT_WEIGHT
+        self._accepted = KEPT_FIRST * KEPT_WEIGHT
+
+    def note(self, promised: float, accepted: int) -> None:
+        """Of the drafts of a row so many were to come true, and did."""
+        self._promised = KEPT_FADE * self._promised + promised
+        self._accepted = KEPT_FADE * self._accepted + accepted
+        self.part = min(max(self._accepted / self._promised, KEPT_LEAST), 1.0)
 
 
 def match_class(length: int) -> int:

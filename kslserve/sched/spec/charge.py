@@ -11,9 +11,6 @@ from kslserve.engine.types import Done, RowDone
 from kslserve.sched.spec.cost import RowCosts, WaveCosts
 from kslserve.sched.spec.drafter import Drafter
 
-CLIP = 1.5  # drafts are charged with at most so many times what their wave was expected to take
-
-
 Round = Items[tuple[Drafter, int, int, RowDone]]
 
 
@@ -28,14 +25,13 @@ def drafts_took(costs: WaveCosts, done: Done, round: Round) -> None:
         costs.drafted(drafting, steps, done.drafts_ns / 1e6)
 
 
-def charge(
-    costs: RowCosts, done: Done, round: Round, rows: int, columns: int, ms: float, wave: int
-) -> None:
-    """Settle with each drafter what its drafts saved and what the wave, which took `ms` beside the
-    making of MTP drafts, took beyond a plain one. wave: id of the newest wave."""
-    # A wave that something else held up says nothing about drafts.
-    took = min(ms, CLIP * costs.ms(columns)) + done.drafts_ns / 1e6
+def charge(costs: RowCosts, done: Done, round: Round, rows: int, excess: float, wave: int) -> float:
+    """Settle with each drafter what its drafts saved and what the wave took beyond a plain one;
+    returns what they saved in all, in plain waves. excess: what such waves take beyond it, MTP
+    drafts apart: what held up a single one says nothing of drafts. wave: id of the newest one."""
+    extra = excess + done.drafts_ns / 1e6 / costs.ms(rows)
     shares = sum(lanes + propose for _, lanes, propose, _ in round)
-    each = max(0.0, took / costs.ms(rows) - 1.0) / max(shares, 1)
+    each = extra / max(shares, 1)
     for drafter, lanes, propose, result in round:
         drafter.settle(result.accepted / rows - each * (lanes + propose), wave)
+    return sum(result.accepted for *_, result in round) / rows - extra

@@ -7,8 +7,9 @@ from collections.abc import Sequence as Items
 
 from kslserve.sched.plan import WaveCost
 from kslserve.sched.sequence import Sequence
-from kslserve.sched.spec.cost import WaveCosts
-from kslserve.sched.spec.depth import GAIN, TRUST, TRUST_CHAIN, choose_depths, choose_lanes
+from kslserve.sched.spec.acceptance import Kept
+from kslserve.sched.spec.cost import RowCosts, WaveCosts
+from kslserve.sched.spec.depth import GAIN, STAY, TRUST_CHAIN, choose_depths, choose_lanes
 from kslserve.sched.spec.drafter import Drafter
 
 LANES_MAX = 60  # most drafts of a wave; more never pay, and choosing takes time
@@ -17,13 +18,16 @@ Times = Callable[[int], float]  # ms of a wave by its decode columns
 
 
 class Choice:
-    """costs, mixed: times of waves without and with prompts. lanes: most drafts of a row; depth:
-    most of those that MTP makes, 0 without a head."""
+    """costs, mixed: times of waves without and with prompts. kept: of the drafts of the past.
+    lanes: most drafts of a row; depth: most of those that MTP makes, 0 without a head."""
 
-    __slots__ = ("_costs", "_depth", "_lanes", "_mixed")
+    __slots__ = ("_costs", "_depth", "_kept", "_lanes", "_mixed")
 
-    def __init__(self, costs: WaveCosts, mixed: WaveCost, lanes: int, depth: int) -> None:
+    def __init__(
+        self, costs: WaveCosts, mixed: WaveCost, kept: Kept, lanes: int, depth: int
+    ) -> None:
         self._costs = costs
+        self._kept = kept
         self._mixed = mixed
         self._lanes = lanes
         self._depth = min(depth, lanes)
@@ -31,9 +35,11 @@ class Choice:
     def least(self, rows: int) -> tuple[float, float]:
         """Probabilities that the first draft of the index, and of MTP, must have if drafts are to
         gain anything beside so many rows."""
-        times, least = self._costs.of(rows).table(self._most(rows), GAIN)
-        step_ms = self._costs.draft_ms(rows, times[rows])
-        return least / TRUST, (least + GAIN * step_ms / times[rows]) / TRUST_CHAIN
+        costs = self._costs.of(rows)
+        gain = _gain(costs)
+        least, plain = costs.table(self._most(rows), gain)[1], costs.ms(rows)
+        step_ms = self._costs.draft_ms(rows, plain)
+        return least / self._kept.part, (least + gain * step_ms / plain) / TRUST_CHAIN
 
     def aim(self, drafting: Items[Candidate], rows: int, prompt: int, room: int, wave: int) -> None:
         """Choose for a wave of so many decoding rows and columns of prompts. room: further columns
@@ -75,9 +81,13 @@ class Choice:
             # A round gives one token more than it accepts drafts.
             drafter.offer(min(self._lanes, _output_left(sequence) - 1) if decodes else 0)
             survival.append(drafter.survival)
+        costs = self._costs.of(rows)
         if not any(survival):
+            costs.gain = 1.0
             return [0] * len(drafting)
-        return choose_lanes(survival, ms, rows, min(room, self._most(rows)))
+        most = min(room, self._most(rows))
+        lanes, costs.gain = choose_lanes(survival, ms, rows, most, _gain(costs), self._kept.part)
+        return lanes
 
     def _choose_depths(
         self, drafting: Items[Candidate], ms: Times | None, rows: int
@@ -107,11 +117,17 @@ class Choice:
         costs = self._costs.of(rows)
         if costs.plain_due:
             return None
-        return costs.table(self._most(rows), GAIN)[0].__getitem__
+        times, plain = costs.table(self._most(rows), _gain(costs))[0], costs.ms(rows)
+        return lambda columns: plain * times[columns - rows]
 
     def _most(self, rows: int) -> int:
         """Drafts that a wave may have beside so many rows."""
         return min(rows * self._lanes, LANES_MAX)
+
+
+def _gain(costs: RowCosts) -> float:
+    """That drafts have to promise."""
+    return STAY if costs.gain > 1.0 else GAIN
 
 
 def _output_left(sequence: Sequence) -> int:

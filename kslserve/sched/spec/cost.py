@@ -1,28 +1,30 @@
 """What waves cost: times from the end of the wave before to the end of a wave without prompts, by
 rows and columns, so with what the host needs for it; and times of MTP drafts.
 
-Times of single waves jump up, by much, and all of them change when contexts grow or the machine
-gets busy. So a figure follows the median of what is measured, a small step at a time, and larger
-ones while all are on one side of it; figures of more columns are bounds for those of fewer; plain
-waves, which all others are compared with, are measured again now and then, and soon where the
-others take other times than they used to; and a figure that was not measured for long is not
-believed any more."""
+Times of single waves jump up, by much, and all of them change together when contexts grow or the
+machine gets busy. So what is kept are multiples of a plain wave, and a wave is compared with those
+just before it: the pace, what a plain wave would take now, is the median of what the last few
+waves took, each by its multiple. It says nothing of whether drafts pay, and follows at once
+whatever changes all waves; multiples say it, and change slowly. What the pace hides, that all waves
+with drafts cost more or less than their multiples, shows when plain waves are measured between
+them: a few at a time, soon where that was a surprise, and less and less often where it was not."""
 
 from __future__ import annotations
 
-STEP = 0.1  # most that one measurement moves a figure, as a part of it
-RUN = 3  # measurements on one side after which each further one moves it twice as far
-STEP_MAX = 0.25
-PLAIN_FIRST = 3  # plain waves that are timed before anything is drafted beside so many rows
-PLAIN_EVERY = 64  # waves after which a plain one is due
-SURPRISE, SOON = 0.12, 24  # the same where times are off by this part on the average
-SEEN = 0.125  # weight of a new measurement in that average
-OFF_MAX = 0.2  # most that one is off in it
-SURE = 3  # measurements of which the least counts: the first ones of a shape are slow
-HOPE = 0.2  # part by which what was not measured so often is taken lower than it seems
-STALE = 256  # waves after which a figure is forgotten; that of plain waves never is
-GUESS = 0.25  # of the time of a plain wave: what each further column is thought to cost at first
-FRESH = 16  # waves for which a table of the figures serves, once they are sure
+from statistics import median
+
+from kslserve.sched.spec.price import GUESS, NUMBERS, STEP, Prices
+
+PACE_WAVES = 5  # whose median is the pace
+PROBE = 3  # plain waves that are measured at a time; and before anything is drafted
+PROBE_SOON, PROBE_SELDOM = 16, 256  # waves with drafts between two such times, at first and most
+WITNESSES = 5  # waves with drafts since the last probe that can be compared with one
+AGREE = 1.1  # factor up to which they agree
+# Most that multiples change by one that does not, though the one before did, since it may have met
+# a change of pace; and by another one.
+DOUBT, BELIEF = 1.1, 2.0
+CLIP = 3.0  # drafts are charged with at most so many times what their wave was expected to take
+FRESH = 16  # waves for which a table of multiples serves, once they are sure
 # Part of the time that looks for drafts may take where they find nothing; the waves between two of
 # them that follow from it, at least and at most.
 LOOKS = 1 / 400
@@ -30,148 +32,141 @@ PACE_MIN, PACE_MAX = 4, 64
 
 
 class _Figure:
-    """run: measurements in a row that were all higher, or all lower (then negative)."""
+    """Follows the median of what is measured; begins with the least of the first few."""
 
-    __slots__ = ("count", "ms", "run", "seen")
+    __slots__ = ("count", "value")
 
-    def __init__(self, ms: float) -> None:
-        self.ms = ms
+    def __init__(self, value: float) -> None:
+        self.value = value
         self.count = 1
-        self.run = 0
-        self.seen = 0
 
-    def observe(self, ms: float) -> None:
+    def observe(self, value: float) -> None:
         self.count += 1
-        if self.count <= SURE:
-            self.ms = min(self.ms, ms)
-            return
-        up = ms > self.ms
-        self.run = (max(self.run, 0) + 1) if up else (min(self.run, 0) - 1)
-        step = min(STEP * (1 << min(max(abs(self.run) - RUN, 0), 8)), STEP_MAX)
-        self.ms = min(max(ms, (1.0 - step) * self.ms), (1.0 + step) * self.ms)
+        if self.count <= PROBE:
+            self.value = min(self.value, value)
+        else:
+            self.value = min(max(value, (1.0 - STEP) * self.value), (1.0 + STEP) * self.value)
 
 
 class RowCosts:
-    """Times of waves of a fixed number of decode rows, by their columns. That of plain waves is
-    kept in milliseconds, the others as multiples of it: what changes all of them leaves those
-    alone."""
+    """Times of waves of a fixed number of decode rows, by their columns. gain: what the drafts
+    chosen last were to gain: tokens in a time, of those of plain waves."""
 
     __slots__ = (
-        "_figures", "_known", "_least", "_surprise", "_table", "_table_until", "_waves", "rows",
+        "_every", "_last", "_least", "_pace", "_prices", "_probe", "_since", "_table",
+        "_table_until", "_witnesses", "gain", "rows",
     )  # fmt: skip
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
-        self._figures: dict[int, _Figure] = {}
-        self._known: list[int] = []  # columns that were measured, ascending
-        self._waves = 0
-        self._surprise = 0.0  # how far times are from what was expected, since the last plain wave
+        self.gain = 1.0
+        self._prices = Prices(rows)
+        self._pace = 0.0
+        self._last: list[float] = []  # what the last waves took, as plain ones
+        self._probe: list[float] = []  # plain waves of the probe that goes on
+        self._witnesses: list[float] = []  # waves with drafts since the last one, as plain ones
+        self._since = 0  # how many they were
+        self._every = PROBE_SOON
         self._table: list[float] = []
+        self._least: dict[float, float] = {}
         self._table_until = 0
-        self._least = 0.0
+
+    @property
+    def known(self) -> bool:
+        """Plain waves were measured, so there is a pace."""
+        return self._pace > 0.0
 
     @property
     def plain_due(self) -> bool:
         """The next wave should be plain, to see how long that takes."""
-        figure = self._figures.get(self.rows)
-        if figure is None or figure.count < PLAIN_FIRST:
+        if not self.known:
             return True
-        since = self._waves - figure.seen
-        changed = abs(self._surprise) > SURPRISE or abs(figure.run) > RUN
-        return since >= (SOON if changed else PLAIN_EVERY)
+        return self._since >= self._every
 
-    def observe(self, columns: int, ms: float) -> None:
-        self._waves += 1
-        figure = self._figures.get(columns)
-        if columns != self.rows:
-            if self.rows not in self._figures:
-                return
-            ms /= self._figures[self.rows].ms
-        if figure is None or (columns != self.rows and self._waves - figure.seen >= STALE):
-            figure = self._figures[columns] = _Figure(ms)
-            self._known = sorted(self._figures)
-        else:
-            if figure.count >= SURE:
-                off = min(max(ms / figure.ms - 1.0, -OFF_MAX), OFF_MAX)
-                if columns == self.rows:
-                    self._surprise = 0.0
-                else:
-                    self._surprise += SEEN * (off - self._surprise)
-            figure.observe(ms)
-        figure.seen = self._waves
-        if figure.count <= SURE:
-            self._table_until = 0
-
-    def glance(self, ms: float) -> None:
-        """A plain wave took `ms` while nothing was drafted. Few of them are told of, so figures get
-        old slowly by them; but they do, or one that was bad luck would end drafts for ever."""
-        figure = self._figures.get(self.rows)
-        if figure is not None:
-            figure.observe(ms)
-            self._waves += 1
-            figure.seen = self._waves
+    def observe(self, columns: int, ms: float, wave: int) -> float:
+        """A wave of so many columns took `ms`. wave: its id, larger than any before. How much
+        longer than a plain one such a wave takes, in plain ones."""
+        prices, extra = self._prices, columns - self.rows
+        prices.now = wave
+        if not extra:
+            self._plain(ms)
+        elif self.known:
+            self._since += 1
+            self._probe.clear()
+            sure = prices.sure(extra)
+            expected = self._multiple(extra)
+            taken = ms / expected
+            # Where it is not known what such waves take, this one may have been held up.
+            most = CLIP * expected - 1.0
+            excess = min(prices.observe(extra, ms / self._pace - 1.0), most)
+            if sure:
+                self._went(taken)
+                self._witnesses.append(taken)
+                del self._witnesses[:-PACE_WAVES]
+            else:
+                self._table_until = 0
+            return excess
+        return 0.0
 
     def ms(self, columns: int) -> float:
-        """Expected time of a wave; measured plain waves are a condition. Hopeful where little was
-        measured, or it would never be."""
-        plain = self._figures[self.rows].ms
-        return plain if columns == self.rows else plain * self._multiple(columns)
-
-    def sure(self, columns: int) -> bool:
-        """Waves of so many columns were measured often enough to say what they cost."""
-        figure = self._figures.get(columns)
-        return figure is not None and figure.count > SURE
+        """Expected time of a wave; a pace is a condition. Hopeful where little was measured, or it
+        would never be."""
+        return self._pace * self._multiple(columns - self.rows)
 
     def table(self, most: int, gain: float) -> tuple[list[float], float]:
-        """Expected times of waves by their columns, up to `most` drafts. And the tokens that each
-        draft must promise to be worth anything: if all of some number of them promised as much, the
-        wave would just gain `gain` over a plain one."""
-        rows = self.rows
-        if self._waves >= self._table_until or len(self._table) != rows + most + 1:
-            self._table_until = self._waves + FRESH
-            plain = self.ms(rows)
-            times = [self.ms(rows + n) for n in range(1, most + 1)]
-            # A wave of more columns does not take less.
-            for n in range(most - 2, -1, -1):
-                times[n] = min(times[n], times[n + 1])
-            self._table = [plain] * (rows + 1) + [max(plain, ms) for ms in times]
-            self._least = min(
-                (rows * (gain * ms / plain - 1.0) / n for n, ms in enumerate(times, start=1)),
-                default=2.0,
+        """Expected times of waves, in plain ones, by their drafts. And, of up to `most` drafts, the
+        tokens that each draft must promise to be worth anything: if all of some number of them
+        promised as much, the wave would just gain `gain` over a plain one. `most` is always the
+        same."""
+        times = self._multiples()
+        least = self._least.get(gain)
+        if least is None:
+            least = self._least[gain] = min(
+                (self.rows * (gain * times[n] - 1.0) / n for n in range(1, most + 1)), default=2.0
             )
-        return self._table, self._least
+        return times, least
 
-    def _multiple(self, columns: int) -> float:
-        figure = self._figures.get(columns)
-        if figure is None or self._waves - figure.seen >= STALE:
-            return self._between(columns)
-        if figure.count >= SURE:
-            return figure.ms
-        return min(self._between(columns), figure.ms)
+    def _multiples(self) -> list[float]:
+        if self._prices.now >= self._table_until:
+            self._table_until = self._prices.now + FRESH
+            self._table = self._prices.multiples()
+            self._least.clear()
+        return self._table
 
-    def _between(self, columns: int) -> float:
-        """The multiple on the line between the nearest columns whose figures are sure, or beyond
-        the last of them as steep as from the plain wave to it; a hopeful one, or what was slow by
-        chance would never be measured again."""
-        figures = self._figures
-        low, high = self.rows, 0
-        for known in self._known:
-            figure = figures[known]
-            if figure.count < SURE or (known != self.rows and self._waves - figure.seen >= STALE):
-                continue
-            if known < columns:
-                low = max(low, known)
-            elif known > columns:
-                high = known
-                break
-        least = figures[low].ms if low > self.rows else 1.0
-        if high:
-            slope = max(0.0, (figures[high].ms - least) / (high - low))
-        elif low > self.rows:
-            slope = max(0.0, (least - 1.0) / (low - self.rows))
-        else:
-            slope = GUESS / self.rows
-        return max(least, (least + slope * (columns - low)) * (1.0 - HOPE))
+    def _multiple(self, extra: int) -> float:
+        times, most = self._multiples(), NUMBERS[-1]
+        return times[extra] if extra <= most else 1.0 + (times[most] - 1.0) * extra / most
+
+    def _plain(self, ms: float) -> None:
+        self._went(ms)
+        self._probe.append(ms)
+        if len(self._probe) < PROBE:
+            return
+        if not self.known or self._since:
+            self._probed(median(self._probe))
+        self._probe.clear()
+
+    def _probed(self, ms: float) -> None:
+        """Plain waves took `ms`: so it shows whether waves with drafts still cost what they did."""
+        if len(self._witnesses) >= WITNESSES:
+            off = median(self._witnesses) / ms
+            if 1.0 / AGREE <= off <= AGREE:
+                self._every = min(2 * self._every, PROBE_SELDOM)
+            else:
+                most = BELIEF if self._every == PROBE_SOON else DOUBT
+                self._prices.scale(min(max(off, 1.0 / most), most))
+                self._every = PROBE_SOON
+                self._table_until = 0
+        self._since = 0
+        self._witnesses.clear()
+        self._last = [ms] * PROBE
+        self._pace = ms
+
+    def _went(self, taken: float) -> None:
+        self._last.append(taken)
+        del self._last[:-PACE_WAVES]
+        if self.known:
+            self._pace = median(self._last)
 
 
 class WaveCosts:
@@ -198,7 +193,7 @@ class WaveCosts:
             self._look = _Figure(part)
         else:
             self._look.observe(part)
-        self.pace = int(min(max(self._look.ms / LOOKS, PACE_MIN), PACE_MAX))
+        self.pace = round(min(max(self._look.value / LOOKS, PACE_MIN), PACE_MAX))
 
     def drafted(self, rows: int, steps: int, ms: float) -> None:
         """A round of MTP drafts of `steps` steps took `ms`."""
@@ -213,8 +208,8 @@ class WaveCosts:
         """Of one step; the nearest number of rows stands in for one that never drafted, and a part
         of a plain wave where nobody did."""
         if rows in self._drafts:
-            return self._drafts[rows].ms
+            return self._drafts[rows].value
         if not self._drafts:
             return GUESS * plain_ms
         nearest = min(self._drafts, key=lambda known: abs(known - rows))
-        return self._drafts[nearest].ms
+        return self._drafts[nearest].value

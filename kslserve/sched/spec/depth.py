@@ -2,40 +2,49 @@
 
 Verifying one more draft costs time for all rows of a wave and gains its probability of coming true
 for one. The best number is where the tokens per time are most; it is none unless that is better
-than plain decode by GAIN. Chances count for a part of what they promise, since drafts are chosen
-for being promising: estimates that err upwards are taken more often than others. Less so those of
-MTP drafts, of which there is one kind."""
+than plain decode by a `gain`. Chances count for a part of what they promise, since drafts are
+chosen for being promising: estimates that err upwards are taken more often than others."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-TRUST, TRUST_CHAIN = 0.8, 0.9  # of an estimated chance; of one of drafts that MTP is to make
-GAIN = 1.05  # least gain over plain decode for which anything is drafted
+TRUST_CHAIN = 0.9  # of an estimated chance of drafts that MTP is to make
+# Least gain over plain decode for which anything is drafted, where nothing was drafted before; and
+# where something was, or the choice would change with every breath.
+GAIN, STAY = 1.05, 1.02
 
 
 def choose_lanes(
-    survival: Sequence[Sequence[float]], ms: Callable[[int], float], rows: int, most: int
-) -> list[int]:
-    """How many of its drafts each row verifies.
+    survival: Sequence[Sequence[float]],
+    ms: Callable[[int], float],
+    rows: int,
+    most: int,
+    gain: float,
+    trust: float,
+) -> tuple[list[int], float]:
+    """How many of its drafts each row verifies, and what that gains: tokens per time, of what plain
+    decode gives.
 
     survival: by row, the probabilities that its drafts come true up to each, descending. ms: time
-    of a wave by its columns, of which plain rows are `rows`. most: drafts of the wave.
+    of a wave by its columns, of which plain rows are `rows`. most: drafts of the wave. trust: part
+    of the chances that counts.
     """
     counts = [0] * len(survival)
     ranked = [(p, i) for i, chances in enumerate(survival) for p in chances]
     if len(survival) > 1:
         ranked.sort(key=lambda lane: -lane[0])
-    best, best_n = GAIN * rows / ms(rows), 0
+    plain = rows / ms(rows)
+    best, best_n = gain * plain, 0
     expected = float(rows)
     for n, (chance, _) in enumerate(ranked[:most], start=1):
-        expected += TRUST * chance
+        expected += trust * chance
         rate = expected / ms(rows + n)
         if rate > best:
             best, best_n = rate, n
     for _, i in ranked[:best_n]:
         counts[i] += 1
-    return counts
+    return counts, best / plain if best_n else 1.0
 
 
 def choose_depths(

@@ -31,6 +31,7 @@ ASLEEP_MAX = 64  # most waves between two looks
 # A sequence that verified drafts sleeps a few waves for NEAR looks in vain, then twice as long each
 # time; others by far more, from the first time on.
 NEAR, NEAR_MAX, FAR = 6, 4, 8
+TOGETHER = 4  # times at which sequences wake, in the longest of their sleeps
 AGAIN = 32  # waves after which a chain that did not pay is weighed again
 MADE_RATE = 1 / 8  # weight of one round in the part of rounds that gave a draft
 
@@ -233,7 +234,7 @@ class Drafter:
 
     def doze(self, wave: int, pace: int) -> None:
         """It was looked at before this wave: without drafts, sleep for longer and longer, up to
-        `pace` waves. Sequences that began together wake together."""
+        `pace` waves. Sequences wake together, since looks at several cost little more than one."""
         if self.lanes or self.propose or self.held:
             self._vain = 0
             return
@@ -242,7 +243,8 @@ class Drafter:
             waves = min(1 << looks, NEAR_MAX) if looks < NEAR else NEAR_MAX << looks - NEAR
         else:
             waves = FAR ** (looks + 1)
-        self.asleep_until = wave + 1 + min(waves, pace)
+        until, grid = wave + 1 + min(waves, pace), max(pace // TOGETHER, 1)
+        self.asleep_until = -(-until // grid) * grid
         self._vain = min(looks + 1, 2 * NEAR)
 
     def fit(self, room: int, samples: bool) -> None:

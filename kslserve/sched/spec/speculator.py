@@ -18,7 +18,9 @@ from kslserve.sched.spec.acceptance import (
     DEPTH_WEIGHT,
     MATCH_PRIOR,
     Averages,
+    Kept,
 )
+from kslserve.sched.spec.allowance import Allowance
 from kslserve.sched.spec.charge import charge, drafts_took
 from kslserve.sched.spec.choice import Candidate, Choice
 from kslserve.sched.spec.cost import PACE_MAX, WaveCosts
@@ -54,7 +56,10 @@ class Speculator:
         self._matches = Averages(MATCH_PRIOR) if policy.ngram else None
         self._chain = Averages(DEPTH_PRIOR, DEPTH_WEIGHT) if mtp else None
         self._lanes = min(policy.lanes, DRAFT_MAX)
-        self._choice = Choice(self.costs, mixed, self._lanes, policy.depth if mtp else 0)
+        self._kept = Kept()
+        depth = policy.depth if mtp else 0
+        self._choice = Choice(self.costs, mixed, self._kept, self._lanes, depth)
+        self._allowance = Allowance()
         self._patience = Patience()
         self.nap_until = 0  # id of the wave before which all drafters sleep
         self._wave = 0  # the one that was looked at last
@@ -91,15 +96,16 @@ class Speculator:
         rows = len(sequences)
         plain = not self.policy.always and self.costs.of(rows).plain_due
         least = self._least(rows)
-        # Beside so many rows perhaps no draft is worth its column, however sure it is.
-        hopeless = min(least) >= 1.0
+        pause = 0 if self.policy.always else self._allowance.waves(rows, wave)
+        if min(least) >= 1.0:
+            pause = PACE_MAX  # beside so many rows no draft is worth its column, however sure it is
         drafting: list[Candidate] = []
         for sequence in sequences:
             drafter = sequence.drafter
             if drafter is None:
                 continue
             drafter.rest()
-            if hopeless:
+            if pause:
                 drafter.held = []
             elif not plain and drafter.live and drafter.asleep_until <= wave:
                 drafter.read(sequence)
@@ -108,8 +114,8 @@ class Speculator:
             self.nap_until = 0
             return False
         self._looked = wave
-        if hopeless:
-            self.nap_until = wave + PACE_MAX
+        if pause:
+            self.nap_until = wave + min(pause, PACE_MAX)
             return False
         self._choose(drafting, rows, 0, self._columns - rows, least)
         found = self._settled(sequences, drafting)
@@ -147,6 +153,8 @@ class Speculator:
                 if drafter.live and drafter.asleep_until <= wave and n >= remaining:
                     drafter.read(sequence)
                     drafting.append((sequence, drafter, not remaining))
+        if not prompt and not self.policy.always and self._allowance.waves(rows, wave):
+            return False
         least = NOTHING if prompt else self._least(rows)
         self._choose(drafting, rows, prompt, room, least)
         return self._settled(running, drafting)
@@ -203,6 +211,8 @@ class Speculator:
         if lanes:
             mtp, mtp_accepted, ngram, ngram_accepted = self._drafts
             own, own_accepted = drafter.own, min(result.accepted, drafter.own)
+            if not (result.stop or result.latched):
+                self._kept.note(sum(drafter.survival[:lanes]), result.accepted)
             mtp.value += own
             mtp_accepted.value += own_accepted
             ngram.value += lanes - own
@@ -222,15 +232,12 @@ class Speculator:
         ms = (since_ns - done.drafts_ns) / 1e6
         costs = self.costs.of(rows)
         if columns > rows or done.drafts_ns:
-            if costs.sure(rows) and (columns == rows or costs.sure(columns)):
-                charge(costs, done, round, rows, columns, ms, self._wave)
-            if columns > rows:
-                costs.observe(columns, ms)
+            excess = costs.observe(columns, ms, done.wave) if columns > rows else 0.0
+            if costs.known:
+                saved = charge(costs, done, round, rows, excess, self._wave)
+                self._allowance.settle(rows, saved)
         elif done.wave > self._looked + SETTLED:
-            if done.wave < self.nap_until:
-                costs.glance(ms)
-            else:
-                costs.observe(columns, ms)
+            costs.observe(columns, ms, done.wave)
 
     def refused(self, sequences: Iterable[Sequence]) -> bool:
         """The engine refused a wave. True if there were drafts in it: then they may be the fault,

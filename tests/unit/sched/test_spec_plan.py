@@ -19,23 +19,12 @@ from kslserve.sched.spec.acceptance import (
     MATCH_PRIOR,
     MATCHES,
     Averages,
+    Kept,
     chain_survival,
     match_class,
     suffix_survival,
 )
-from kslserve.sched.spec.cost import (
-    GUESS,
-    HOPE,
-    LOOKS,
-    PACE_MAX,
-    PACE_MIN,
-    PLAIN_EVERY,
-    PLAIN_FIRST,
-    STALE,
-    RowCosts,
-    WaveCosts,
-)
-from kslserve.sched.spec.depth import GAIN, TRUST, choose_depths, choose_lanes
+from kslserve.sched.spec.depth import GAIN, choose_depths, choose_lanes
 from kslserve.sched.spec.drafter import NEAR_MAX, Drafter
 from kslserve.sched.spec.ladder import ROUNDS, Ladder
 from kslserve.sched.spec.patience import PAUSE_FIRST, PAUSE_LAST, TRIAL_FIRST, Patience
@@ -106,6 +95,20 @@ def test_depths_that_few_chains_reached_are_like_the_one_before() -> None:
     assert chain_survival(chain, 3)[1] < 0.4
 
 
+def test_what_drafts_keep_of_what_they_promise() -> None:
+    kept = Kept()
+    first = kept.part
+    for _ in range(100):
+        kept.note(4.0, 4)
+    assert first < 0.9 < kept.part <= 1.0
+    for _ in range(200):
+        kept.note(4.0, 3)
+    assert kept.part == pytest.approx(0.75, abs=0.01)
+    for _ in range(200):
+        kept.note(4.0, 0)
+    assert 0.0 < kept.part <= 0.5
+
+
 def test_survival_is_a_product_and_ends_where_nothing_is_left() -> None:
     matches = Averages((0.5, 0.8, 0.8, 0.8, 0.8, 0.8, 1.0))
     assert suffix_survival(matches, 3, 3) == pytest.approx([0.5, 0.4, 0.32])
@@ -117,146 +120,6 @@ def test_survival_is_a_product_and_ends_where_nothing_is_left() -> None:
     assert chain_survival(Averages((LEAST / 2, *DEPTH_PRIOR[1:])), 3) == []
 
 
-def test_costs_are_learnt_by_rows_and_columns() -> None:
-    costs = RowCosts(2)
-    for _ in range(5):
-        costs.observe(2, 10.0)
-    assert costs.ms(2) == pytest.approx(10.0)
-    hopeful = 1.0 - HOPE
-    assert costs.ms(4) == pytest.approx(10.0)  # no less than plain
-    assert costs.ms(12) == pytest.approx((10.0 + 10 * GUESS * 10.0 / 2) * hopeful)
-    for _ in range(5):
-        costs.observe(10, 18.0)
-    assert costs.ms(10) == pytest.approx(18.0)
-    assert costs.ms(6) == pytest.approx(max(10.0, 14.0 * hopeful))
-    assert costs.ms(12) == pytest.approx(max(18.0, 20.0 * hopeful))
-    # A few measurements have to agree that it is slow.
-    costs.observe(6, 160.0)
-    assert costs.ms(6) == pytest.approx(max(10.0, 14.0 * hopeful))
-    assert costs.ms(8) == pytest.approx(max(10.0, 16.0 * hopeful))
-    costs.observe(6, 14.0)
-    costs.observe(6, 90.0)
-    assert costs.ms(6) == pytest.approx(14.0)
-
-
-def test_one_slow_wave_changes_little_and_a_slow_first_one_nothing() -> None:
-    costs = RowCosts(1)
-    costs.observe(1, 500.0)
-    for _ in range(6):
-        costs.observe(1, 10.0)
-    before = costs.ms(1)
-    assert before == pytest.approx(10.0)
-    costs.observe(1, 1000.0)
-    assert costs.ms(1) < 1.2 * before
-
-
-def test_when_a_plain_wave_is_due() -> None:
-    costs = RowCosts(1)
-    for _ in range(PLAIN_FIRST):
-        assert costs.plain_due
-        costs.observe(1, 10.0)
-    for _ in range(PLAIN_EVERY):
-        assert not costs.plain_due
-        costs.observe(4, 20.0)
-    assert costs.plain_due
-    costs.observe(1, 10.0)
-    assert not costs.plain_due
-    # All waves are faster: soon it shows what a plain one takes, and what pays.
-    waves = plain = 0
-    while costs.ms(1) > 4.4:
-        plain += costs.plain_due
-        costs.observe(*((1, 4.0) if costs.plain_due else (4, 8.0)))
-        waves += 1
-    assert plain >= 3
-    assert waves < 4 * PLAIN_EVERY
-
-
-def test_what_changes_all_times_changes_no_ratio() -> None:
-    costs = RowCosts(1)
-    for ms in (10.0, 20.0):
-        for _ in range(40):
-            costs.observe(1, ms)
-        for _ in range(4):
-            costs.observe(4, 1.5 * ms)
-    for _ in range(40):
-        costs.observe(1, 5.0)
-    assert costs.ms(4) / costs.ms(1) == pytest.approx(1.5, rel=0.05)
-
-
-@given(st.permutations([10.0, 10.2, 9.8, 10.1, 9.9, 10.0, 10.0, 40.0, 90.0]))
-def test_a_figure_is_the_median(times: list[float]) -> None:
-    """However far off some measurements are."""
-    costs = RowCosts(1)
-    for _ in range(12):
-        for ms in times:
-            costs.observe(1, ms)
-    assert costs.ms(1) == pytest.approx(10.0, rel=0.35)
-
-
-def test_a_table_of_times() -> None:
-    costs = RowCosts(2)
-    for _ in range(5):
-        costs.observe(2, 10.0)
-        costs.observe(4, 19.0)
-        costs.observe(6, 12.0)
-    times, least = costs.table(4, gain=1.0)
-    assert times[2] == pytest.approx(10.0)
-    # Fewer columns take no more than more of them, whatever was measured.
-    assert times[4] == times[6] == pytest.approx(12.0)
-    assert times[3] <= times[4]
-    assert len(times) == 2 + 4 + 1
-    # 4 drafts cost 2 ms in 10, which is worth 0.4 tokens of 2.
-    assert least <= 0.1 + 1e-9
-    # It serves for some waves, unless something new was measured.
-    costs.observe(6, 30.0)
-    assert costs.table(4, gain=1.0)[0] is times
-    costs.observe(5, 11.0)
-    assert costs.table(4, gain=1.0)[0][5] < 12.0
-
-
-def test_an_old_figure_is_not_believed_for_ever() -> None:
-    costs = RowCosts(1)
-    for _ in range(5):
-        costs.observe(1, 10.0)
-    for _ in range(5):
-        costs.observe(8, 500.0)
-    for _ in range(STALE + 1):
-        costs.observe(1, 10.0)
-    assert costs.ms(1) == pytest.approx(10.0)
-    assert costs.ms(4) < 300.0
-
-
-def test_a_glance_follows_plain_waves_and_ages_the_others() -> None:
-    costs = RowCosts(1)
-    for _ in range(5):
-        costs.observe(1, 10.0)
-        costs.observe(8, 200.0)
-    for _ in range(STALE - 10):
-        costs.glance(5.0)
-    assert costs.ms(1) == pytest.approx(5.0)
-    assert costs.ms(8) == pytest.approx(100.0)
-    assert not costs.plain_due
-    for _ in range(10):
-        costs.glance(5.0)
-    # What was slow then is hoped not to be so any more.
-    assert costs.ms(8) < 20.0
-    assert costs.ms(4) < 20.0
-
-
-def test_looks_in_vain_are_far_between_where_they_take_time() -> None:
-    costs = WaveCosts()
-    assert costs.pace == PACE_MIN
-    for _ in range(10):
-        costs.looked(0.01, 100.0)
-    assert costs.pace == PACE_MIN
-    for _ in range(60):
-        costs.looked(0.03, 0.3)
-    assert costs.pace == pytest.approx(0.1 / LOOKS, rel=0.1)
-    for _ in range(60):
-        costs.looked(3.0, 0.3)
-    assert costs.pace == PACE_MAX
-
-
 def test_a_drafter_without_prospects_sleeps_longer_and_longer() -> None:
     drafter = Drafter(None, None, Patience(), 15)
     wave, looks = 10, []
@@ -264,7 +127,8 @@ def test_a_drafter_without_prospects_sleeps_longer_and_longer() -> None:
         looks.append(wave)
         drafter.doze(wave, 40)
         wave = drafter.asleep_until
-    assert [b - a for a, b in itertools.pairwise(looks)][:4] == [9, 41, 41, 41]
+    # At multiples of a quarter of the pace: it meets others there.
+    assert looks[:5] == [10, 20, 70, 120, 170]
     # Where it drafted before, less so.
     drafter.ladder.round(3)
     drafter.held = [1]
@@ -272,19 +136,11 @@ def test_a_drafter_without_prospects_sleeps_longer_and_longer() -> None:
     drafter.held = []
     for waves in (1, 2, *(NEAR_MAX,) * 5, 8, 16, 32, 40, 40):
         drafter.doze(100, 40)
-        assert drafter.asleep_until == 101 + waves
+        assert 101 + waves <= drafter.asleep_until < 101 + waves + 10
+        assert drafter.asleep_until % 10 == 0
     drafter.held = [1]
     drafter.doze(200, 40)
     assert drafter.asleep_until < 200
-
-
-def test_draft_steps() -> None:
-    costs = WaveCosts()
-    assert costs.draft_ms(1, 10.0) == GUESS * 10.0
-    for _ in range(10):
-        costs.drafted(4, 3, 9.0)
-    assert costs.draft_ms(4, 10.0) == pytest.approx(3.0)
-    assert costs.draft_ms(1, 10.0) == pytest.approx(3.0)
 
 
 @given(CHANCES, st.floats(0.0, 1.0), st.integers(0, 12))
@@ -298,16 +154,19 @@ def test_lanes_are_the_best_of_all_choices(
 
     def rate(counts: tuple[int, ...]) -> float:
         gained = sum(sum(chances[:n]) for chances, n in zip(survival, counts, strict=True))
-        return (rows + TRUST * gained) / ms(rows + sum(counts))
+        return (rows + trust * gained) / ms(rows + sum(counts))
 
-    counts = choose_lanes(survival, ms, rows, most)
+    trust = 0.8
+    counts, gain = choose_lanes(survival, ms, rows, most, GAIN, trust)
     assert sum(counts) <= most
     choices = itertools.product(*(range(len(chances) + 1) for chances in survival))
     best = max(rate(choice) for choice in choices if sum(choice) <= most)
     if any(counts):
         assert rate(tuple(counts)) == pytest.approx(best)
         assert best > GAIN * rows
+        assert gain == pytest.approx(best / rows)
     else:
+        assert gain == 1.0
         assert best <= GAIN * rows * (1 + 1e-9)
 
 

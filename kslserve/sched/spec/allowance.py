@@ -1,0 +1,33 @@
+"""Allowance: what all drafts together may lose, whatever was expected of them.
+
+A small part of the time that passes, saved up for a while; what drafts gained counts too, for as
+long. So a server is slower than one that drafts nothing by that part, and by what was saved up, at
+most. Where it is used up nothing is drafted, nor looked for, until there is some again; then one
+round that gains gives as much as many waves of waiting."""
+
+from __future__ import annotations
+
+PART = 1 / 160  # of the time of plain waves
+MOST = 8.0  # plain waves that can be saved up
+FIRST = 4.0  # and at first
+
+
+class Allowance:
+    """What is left beside each number of rows, in plain waves."""
+
+    __slots__ = ("_left", "_wave")
+
+    def __init__(self) -> None:
+        self._left: dict[int, float] = {}
+        self._wave = 0
+
+    def waves(self, rows: int, wave: int) -> int:
+        """How many waves nothing is to be drafted beside so many rows. wave: the next one."""
+        left = self._left.get(rows, FIRST) + PART * (wave - self._wave)
+        self._wave = wave
+        self._left[rows] = min(left, MOST)
+        return 0 if left > 0.0 else 1 + int(-left / PART)
+
+    def settle(self, rows: int, saved: float) -> None:
+        """Drafts saved so many plain waves; negative where they cost."""
+        self._left[rows] = min(self._left.get(rows, FIRST) + saved, MOST)

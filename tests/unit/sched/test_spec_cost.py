@@ -1,0 +1,292 @@
+"""What waves cost: multiples of a plain wave that neither single slow waves nor changes of pace
+move, and what drafts may lose."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kslserve.sched.spec.acceptance import Kept
+from kslserve.sched.spec.allowance import FIRST, MOST, PART, Allowance
+from kslserve.sched.spec.cost import (
+    LOOKS,
+    PACE_MAX,
+    PACE_MIN,
+    PROBE,
+    PROBE_SELDOM,
+    PROBE_SOON,
+    RowCosts,
+    WaveCosts,
+)
+from kslserve.sched.spec.depth import GAIN, STAY, choose_lanes
+from kslserve.sched.spec.price import GUESS, HOPE, NUMBERS, STALE, SURE
+
+
+class Measured(RowCosts):
+    """Numbers the waves."""
+
+    def __init__(self, rows: int, plain_ms: float = 0.0) -> None:
+        super().__init__(rows)
+        self.wave = 0
+        if plain_ms:
+            self.see(rows, plain_ms, PROBE)
+
+    def see(self, columns: int, ms: float, times: int = 1) -> None:
+        for _ in range(times):
+            self.wave += 1
+            self.observe(columns, ms, self.wave)
+
+
+def test_costs_are_learnt_by_columns() -> None:
+    costs = Measured(2, 10.0)
+    assert costs.ms(2) == pytest.approx(10.0)
+    hopeful = 1.0 - HOPE
+    assert costs.ms(12) == pytest.approx(10.0 + 10 * GUESS / 2 * 10.0 * hopeful)
+    costs.see(10, 18.0, 5)
+    assert costs.ms(10) == pytest.approx(18.0)
+    # What was not measured costs as much a column, and that is hopeful.
+    assert costs.ms(6) == pytest.approx(10.0 + 4 * 1.0 * hopeful)
+    assert costs.ms(18) == pytest.approx(10.0 + 16 * 1.0 * hopeful)
+    # A few measurements have to agree that it is slow.
+    costs.see(6, 160.0)
+    assert costs.ms(6) == pytest.approx(13.2)
+    costs.see(6, 14.0, 2)
+    assert costs.ms(6) == pytest.approx(14.0)
+
+
+def test_a_slow_wave_changes_little_and_a_slow_first_one_nothing() -> None:
+    costs = Measured(1)
+    for ms in (500.0, 10.0, 10.0):
+        assert not costs.known
+        assert costs.plain_due
+        costs.see(1, ms)
+    assert costs.ms(1) == pytest.approx(10.0)
+    costs.see(1, 1000.0, 2)
+    assert costs.ms(1) == pytest.approx(10.0)
+    costs.see(4, 15.0, 10)
+    costs.see(4, 400.0)
+    assert costs.ms(4) == pytest.approx(15.0, rel=0.15)
+
+
+@given(st.permutations([15.0, 15.3, 14.7, 15.1, 14.9, 15.0, 15.0, 60.0, 120.0]))
+def test_a_price_is_the_median(times: list[float]) -> None:
+    """However far off some measurements are."""
+    costs = Measured(1, 10.0)
+    for _ in range(8):
+        for ms in times:
+            costs.see(4, ms)
+        costs.see(1, 10.0, PROBE)
+    assert costs.ms(4) / costs.ms(1) == pytest.approx(1.5, rel=0.35)
+
+
+def test_what_changes_all_times_changes_no_multiple() -> None:
+    """And nobody has to measure a plain wave to know how long one takes now."""
+    costs = Measured(1, 10.0)
+    costs.see(4, 15.0, 10)
+    costs.see(4, 33.0, 10)
+    assert costs.ms(1) == pytest.approx(22.0, rel=0.1)
+    assert costs.ms(4) / costs.ms(1) == pytest.approx(1.5, rel=0.1)
+    costs.see(1, 22.0, PROBE)
+    assert costs.ms(4) / costs.ms(1) == pytest.approx(1.5, rel=0.1)
+
+
+def test_what_changes_only_waves_with_drafts_shows_beside_plain_ones() -> None:
+    costs = Measured(1, 10.0)
+    costs.see(4, 15.0, 10)
+    probes = 0
+    while costs.ms(4) / costs.ms(1) < 2.8:
+        costs.see(*((1, 10.0) if costs.plain_due else (4, 30.0)))
+        probes += costs.plain_due
+    assert probes <= 12 * PROBE
+
+
+def test_when_plain_waves_are_due() -> None:
+    costs = Measured(1, 10.0)
+    every = PROBE_SOON
+    while every < 2 * PROBE_SELDOM:
+        for _ in range(min(every, PROBE_SELDOM)):
+            assert not costs.plain_due
+            costs.see(4, 20.0)
+        for _ in range(PROBE):
+            assert costs.plain_due
+            costs.see(1, 10.0)
+        assert not costs.plain_due
+        every *= 2  # since nothing was a surprise
+    # Plain waves that come anyhow serve as well.
+    costs.see(4, 20.0, PROBE_SELDOM - 1)
+    costs.see(1, 10.0, PROBE)
+    costs.see(4, 20.0, PROBE_SELDOM - 1)
+    assert not costs.plain_due
+    # A surprise is looked into soon.
+    costs.see(1, 14.0, PROBE)
+    costs.see(4, 20.0, PROBE_SOON)
+    assert costs.plain_due
+
+
+def test_a_table_of_times() -> None:
+    costs = Measured(2, 10.0)
+    costs.see(4, 19.0, 5)
+    costs.see(6, 12.0, 5)
+    costs.see(2, costs.ms(2), PROBE)
+    times, least = costs.table(4, gain=1.0)
+    assert times[0] == 1.0
+    # Fewer columns take no more than more of them, whatever was measured.
+    assert times == sorted(times)
+    assert times[2] <= times[4]
+    assert len(times) == NUMBERS[-1] + 1
+    assert least == pytest.approx(2 * (times[4] - 1.0) / 4)
+    assert costs.table(4, gain=1.1)[1] > least
+
+
+def test_a_price_that_was_not_seen_for_long_is_learnt_anew() -> None:
+    costs = Measured(1, 10.0)
+    costs.see(17, 110.0, SURE)
+    assert costs.ms(17) == pytest.approx(110.0)
+    costs.see(9, 18.0, STALE + 20)
+    costs.see(1, 10.0, PROBE)
+    assert costs.ms(17) == pytest.approx(10.0 + 100.0 * (1.0 - HOPE), rel=0.1)
+    costs.see(17, 26.0, SURE)
+    assert costs.ms(17) == pytest.approx(26.0, rel=0.1)
+
+
+def test_where_nothing_is_drafted_prices_are_hoped_to_fall() -> None:
+    costs = Measured(1, 10.0)
+    costs.see(9, 90.0, SURE)
+    before = costs.ms(9)
+    for _ in range(40):
+        costs.wave += STALE // 8
+        costs.see(1, 10.0)
+    assert costs.ms(1) == pytest.approx(10.0)
+    assert costs.ms(9) < 0.5 * before
+
+
+def test_looks_in_vain_are_far_between_where_they_take_time() -> None:
+    costs = WaveCosts()
+    assert costs.pace == PACE_MIN
+    for _ in range(10):
+        costs.looked(0.01, 100.0)
+    assert costs.pace == PACE_MIN
+    for _ in range(100):
+        costs.looked(0.03, 0.3)
+    assert costs.pace == pytest.approx(0.1 / LOOKS, rel=0.1)
+    for _ in range(60):
+        costs.looked(3.0, 0.3)
+    assert costs.pace == PACE_MAX
+
+
+def test_draft_steps() -> None:
+    costs = WaveCosts()
+    assert costs.draft_ms(1, 10.0) == GUESS * 10.0
+    for _ in range(10):
+        costs.drafted(4, 3, 9.0)
+    assert costs.draft_ms(4, 10.0) == pytest.approx(3.0)
+    assert costs.draft_ms(1, 10.0) == pytest.approx(3.0)
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.floats(-3.0, 3.0)), max_size=300))
+def test_no_more_is_lost_than_the_allowance(rounds: list[tuple[int, float]]) -> None:
+    allowance = Allowance()
+    wave, lost, most, rows_seen = 0, 0.0, 0.0, set()
+    for rows, saved in rounds:
+        rows_seen.add(rows)
+        wave += 1 + allowance.waves(rows, wave + 1)
+        while allowance.waves(rows, wave):
+            wave += 1
+        allowance.settle(rows, saved)
+        lost -= saved
+        most = max(most, -saved)
+        assert lost <= PART * wave + len(rows_seen) * (FIRST + most)
+
+
+def test_an_allowance_comes_back() -> None:
+    allowance = Allowance()
+    assert allowance.waves(1, 1) == 0
+    allowance.settle(1, -FIRST - 1.0)
+    pause = allowance.waves(1, 2)
+    assert 0.8 / PART < pause <= 1 + 1.0 / PART
+    assert allowance.waves(2, 3) == 0
+    assert allowance.waves(1, 3 + pause) == 0
+    allowance.settle(1, 100.0)
+    allowance.settle(1, -MOST - 2 * PART)
+    assert allowance.waves(1, 4 + pause) > 0
+
+
+@dataclass(slots=True)
+class Machine:
+    """Times of waves of a machine that is at times half as fast for some hundred waves, and in
+    which some waves take three times as long. column: what a further column costs, in plain
+    waves."""
+
+    dice: random.Random
+    column: float
+    slow: bool = False
+    left: int = 0
+
+    def cost(self, extra: int) -> float:
+        """Of further columns, in plain waves."""
+        return self.column * extra + (0.05 if extra else 0.0)
+
+    def ms(self, extra: int) -> float:
+        if not self.left:
+            self.slow, self.left = not self.slow, self.dice.randrange(20, 400)
+        self.left -= 1
+        ms = (1.0 + self.cost(extra)) * self.dice.uniform(0.95, 1.1)
+        return ms * (2.2 if self.slow else 1.0) * (3.0 if self.dice.random() < 0.03 else 1.0)
+
+
+WAVES = 6000
+
+
+def decode(machine: Machine, rows: int, promised: float, kept: float) -> tuple[float, int]:
+    """Rows that verify what is worth it, of ten drafts each, which are promised to come true so
+    often, and do. Plain waves that were saved, and waves with drafts."""
+    costs, allowance, trust = RowCosts(rows), Allowance(), Kept()
+    survival = [[promised ** (i + 1) for i in range(10)]] * rows
+    saved, drafting = 0.0, 0
+    for wave in range(1, WAVES + 1):
+        count = [0] * rows
+        if not costs.plain_due and not allowance.waves(rows, wave):
+            gain = STAY if costs.gain > 1.0 else GAIN
+            times = costs.table(60, gain)[0]
+            count, costs.gain = choose_lanes(
+                survival, lambda n, t=times: t[n - rows], rows, 60, gain, trust.part
+            )
+        extra = sum(count)
+        accepted = 0
+        for n in filter(None, count):
+            hits = 0
+            while hits < n and machine.dice.random() < kept:
+                hits += 1
+            accepted += hits
+            trust.note(sum(survival[0][:n]), hits)
+        excess = costs.observe(rows + extra, machine.ms(extra), wave)
+        if extra:
+            drafting += 1
+            allowance.settle(rows, accepted / rows - excess)
+            saved += accepted / rows - machine.cost(extra)
+    return saved, drafting
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("rows", [1, 4, 8])
+def test_the_choice_is_stable_on_a_machine_that_is_not(seed: int, rows: int) -> None:
+    """Where columns cost three fifths of a row, drafts that come true are made, and
+    gain."""
+    saved, drafting = decode(Machine(random.Random(seed), 0.6 / rows), rows, 0.97, 0.97)
+    assert drafting > 0.3 * WAVES
+    assert saved > 0.5 * WAVES
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("rows", [1, 4, 8])
+@pytest.mark.parametrize(("column", "kept"), [(0.2, 0.0), (0.5, 0.3), (1.1, 0.97), (0.95, 0.95)])
+def test_little_is_lost_where_drafts_do_not_pay(
+    seed: int, rows: int, column: float, kept: float
+) -> None:
+    """Because they never come true, though they promise to, or because columns cost too much."""
+    saved, _ = decode(Machine(random.Random(seed), column / rows), rows, 0.95, kept)
+    assert saved > -0.012 * WAVES
