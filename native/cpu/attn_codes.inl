@@ -19,6 +19,8 @@ struct CodeQuery {
   float sums[kMaxGroups];  // of the codes of each 32 channels
 };
 
+struct Q4Rows;  // attn_q4.inl
+
 // A tile of keys, in pieces (CodePiece in attn.h). Those behind the last are that again, or
 // anything.
 struct CodeTile {
@@ -29,6 +31,7 @@ struct CodeTile {
   const uint8_t *next[kTilePieces];  // pieces to fetch meanwhile; null: none
   const KvRun *ahead;                // of nibbles: rows, n_ahead of them
   int n_ahead;
+  Q4Rows *rows;  // of nibbles: null, or what few queries read instead of pieces
   alignas(64) float v_log[kTileKeys], v_inverse[kTileKeys];
   alignas(64) float k_scale[kMaxGroups][kTileKeys], k_zero[kMaxGroups][kTileKeys];
 };
@@ -300,6 +303,12 @@ static void values_of_codes(const CodeTile *t, const uint8_t *p, int at, bool fe
 
 // ---- a tile
 
+// All queries of a call on rows of q4 (attn_q4.inl).
+static void scores_of_rows(const CodeTile *t, const uint8_t *q, size_t q_step, int queries,
+                           float *score);
+static void values_of_rows(const CodeTile *t, const uint8_t *p, int queries, const CodeWeights *w,
+                           float *acc);
+
 // Adds the tile to at most kBlockQueries queries, which see at least one key each.
 static void attn_block_codes(const CodeTile *t, const uint8_t *q, size_t q_step, int queries,
                              const int *n_keys, bool fetch, float *m, float *l, float *acc) {
@@ -308,7 +317,9 @@ static void attn_block_codes(const CodeTile *t, const uint8_t *q, size_t q_step,
   alignas(64) float tile_m[kBlockQueries], tile_l[kBlockQueries];
   CodeWeights w;
   bool ahead = fetch;
-  if (t->nibbles) {
+  if (t->rows) {
+    scores_of_rows(t, q, q_step, queries, score);
+  } else if (t->nibbles) {
     each_rows(queries, [&](auto rows, int r) {
       scores_of_nibbles<rows.n>(t, q + r * q_step, q_step, ahead, score + r * kTileKeys);
       ahead = false;
@@ -340,6 +351,10 @@ static void attn_block_codes(const CodeTile *t, const uint8_t *q, size_t q_step,
     store(m + h, most);
     store(l + h, v_fma(load(tile_l + h), fresh, v_mul(load(l + h), old)));
   });
+  if (t->rows) {
+    values_of_rows(t, p, queries, &w, acc);
+    return;
+  }
   ahead = fetch;
   each_rows(queries, [&](auto rows, int r) {
     const uint8_t *of = p + r * kTileKeys;
@@ -414,6 +429,7 @@ static void attn_tile_codes(const uint8_t *const *pieces, const uint8_t *const *
   t.nibbles = false;
   t.ahead = nullptr;
   t.n_ahead = 0;
+  t.rows = nullptr;
   const int n = (t.n + kPieceKeys - 1) / kPieceKeys;
   for (int i = 0; i < kTilePieces; i++) {
     // Nothing is written.

@@ -239,6 +239,44 @@ def test_keys_and_values_are_read_as_they_are_stored(kv: str, d: int, isa: str) 
     assert kv == "f32" or np.abs(out - as_given).max() > 3e-4
 
 
+@pytest.mark.parametrize("d", [32, 64, 128, 256])
+@pytest.mark.parametrize("heads", [2, 4, 6, 8, 12])  # for 2 of keys and values
+def test_few_queries_and_many_read_q4_alike(d: int, heads: int) -> None:
+    """A prompt row, and one column at a time: the same bits. A NaN among the values reaches the
+    query that sees it, whole, and no earlier one."""
+    spec = replace(spec_of(d), heads=heads)
+    tensors = tiny_tensors(spec, tiny_arrays(spec), "bf16")
+    ids = np.random.default_rng(d).integers(0, 199, 75).astype(np.int32)
+    tap = "layers.1.attn_pregate"
+    with Driver(spec, tensors, kv="q4", activations="auto") as driver:
+        results = []
+        for slot, plan in enumerate(([75], [1] * 75)):
+            stream, parts = driver.begin(slot), []
+            for n in plan:
+                row = stream.row(RowKind.PREFILL, ids[stream.position : stream.position + n])
+                parts.append(stream.run(row, [tap]).taps[tap].reshape(n, heads, d))
+            results.append((np.concatenate(parts), stream.images()))
+        assert results[0][0].tobytes() == results[1][0].tobytes()
+        assert results[0][1] == results[1][1]
+        block = stream.blocks[74 // driver.block_tokens]
+        image = driver.block_image(block)
+        value = sum(kv_row_bytes(d, "q4", reference.KEY)) * driver.block_tokens * spec.kv_heads
+        width = kv_row_bytes(d, "q4", reference.VALUE)[0]
+        row_of_74 = value + 74 % driver.block_tokens * spec.kv_heads * width
+        image[row_of_74 + width - 1] = 0xFF  # of the first KV head
+        driver.wave(before=[StateOp(OpKind.LOAD_BLOCK, block, data=image)])
+        for n in (1, 2, 8):
+            stream.position = 74
+            found = stream.run(stream.row(RowKind.PREFILL, ids[:n]), [tap]).taps[tap]
+            assert np.isfinite(found).all()  # the row wrote position 74 anew
+            driver.wave(before=[StateOp(OpKind.LOAD_BLOCK, block, data=image)])
+            stream.position = 75
+            found = stream.run(stream.row(RowKind.PREFILL, ids[:n]), [tap]).taps[tap]
+            seen = np.isnan(found.reshape(n, 2, -1))
+            assert seen[:, 0].all()
+            assert not seen[:, 1].any()
+
+
 RING = 64
 
 
