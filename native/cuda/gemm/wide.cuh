@@ -183,6 +183,32 @@ __device__ inline void add_global(float *to, float value) {
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to), "f"(value) : "memory");
 }
 
+template <bool kAdd>
+__device__ inline void wide_put(float *to, float value) {
+  if (kAdd)
+    add_global(to, value);
+  else
+    *to = value;
+}
+
+// Rows from y on of a whole tile: nothing is tested for each element.
+template <int kColumns, bool kAdd>
+__device__ inline void wide_store_whole(float *y, int stride, float low, float high,
+                                        const float (&sum)[kColumns / 2]) {
+  float *to[2] = {y, y + stride};
+  const int64_t step = static_cast<int64_t>(stride) * 8;
+#pragma unroll
+  for (int i = 0; i < kColumns / 8; i++) {
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      wide_put<kAdd>(to[e], sum[i * 4 + e] * low);
+      wide_put<kAdd>(to[e] + 8, sum[i * 4 + 2 + e] * high);
+      to[e] += step;
+      asm volatile("" : "+l"(to[e]));  // addresses made ahead would take all registers
+    }
+  }
+}
+
 // Writes what a lane has of a tile: rows g and g + 8, two tokens of every eight.
 template <int kColumns>
 __device__ inline void wide_store(const WideArgs &a, int tile, int token, int lane,
@@ -190,14 +216,16 @@ __device__ inline void wide_store(const WideArgs &a, int tile, int token, int la
   const int g = lane >> 2;
   int part = 0;
   while (part + 1 < a.n_parts && tile >= a.parts[part + 1].first) part++;
-  const int row = (tile - a.parts[part].first) * 16 + g;
+  const int row = (tile - a.parts[part].first) * 16 + g, rows = a.parts[part].rows;
   const float low = a.x_inverse * a.scale[tile * 16 + g];
   const float high = a.x_inverse * a.scale[tile * 16 + g + 8];
-  const bool first = row < a.parts[part].rows, second = row + 8 < a.parts[part].rows;
   const int stride = a.outputs[part].stride;
   const bool add = a.outputs[part].add;
+  const bool whole = token + kColumns <= a.tokens && row - g + 16 <= rows;
   token += 2 * (lane & 3);
   float *y = a.outputs[part].y + static_cast<int64_t>(token) * stride + row;
+  if (whole && add) return wide_store_whole<kColumns, true>(y, stride, low, high, sum);
+  if (whole) return wide_store_whole<kColumns, false>(y, stride, low, high, sum);
 #pragma unroll
   for (int i = 0; i < kColumns / 8; i++) {
 #pragma unroll
@@ -206,14 +234,22 @@ __device__ inline void wide_store(const WideArgs &a, int tile, int token, int la
       float *to = y + static_cast<int64_t>(i * 8 + e) * stride;
       const float x = sum[i * 4 + e] * low, z = sum[i * 4 + 2 + e] * high;
       if (add) {
-        if (first) add_global(to, x);
-        if (second) add_global(to + 8, z);
+        if (row < rows) add_global(to, x);
+        if (row + 8 < rows) add_global(to + 8, z);
       } else {
-        if (first) to[0] = x;
-        if (second) to[8] = z;
+        if (row < rows) to[0] = x;
+        if (row + 8 < rows) to[8] = z;
       }
     }
   }
+}
+
+// x / (1 + exp(-x)).
+__device__ inline float silu_fast(float x) {
+  float power, inverse;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.4426950408889634f));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + power));
+  return x * inverse;
 }
 
 // A pair's: the act of rows g goes to shared memory as a panel's piece, and where else it is
@@ -221,26 +257,36 @@ __device__ inline void wide_store(const WideArgs &a, int tile, int token, int la
 template <int kColumns>
 __device__ inline void wide_pair(const WideArgs &a, int tile, int slot, int token, int lane,
                                  uint8_t *staged, const float (&sum)[kColumns / 2]) {
-  const int g = lane >> 2, row = tile * 8 + g, k = slot * 8 + g;
+  const int g = lane >> 2, row = tile * 8 + g, k = slot * 8 + g, own = 2 * (lane & 3);
   const bool there = tile < a.tiles && row < a.parts[0].rows;
   const float low = there ? a.x_inverse * a.scale[tile * 16 + g] : 0.0f;
   const float high = there ? a.x_inverse * a.scale[tile * 16 + g + 8] : 0.0f;
-  const bool floats = a.outputs[0].y != nullptr || a.act != nullptr;
+  const bool floats = there && (a.outputs[0].y != nullptr || a.act != nullptr);
+  uint8_t *const to[2] = {staged + own * 128 + panel_byte(own, k),
+                          staged + own * 128 + 128 + panel_byte(own + 1, k)};
+  // Together: what is seldom wanted is asked for once for many.
+  constexpr int kTogether = 8;
 #pragma unroll
-  for (int i = 0; i < kColumns / 8; i++) {
+  for (int first = 0; first < kColumns / 4; first += kTogether) {
+    float act[kTogether];
 #pragma unroll
-    for (int e = 0; e < 2; e++) {
-      const int at = i * 8 + 2 * (lane & 3) + e, t = token + at;
-      const float gate = sum[i * 4 + e] * low, up = sum[i * 4 + 2 + e] * high;
-      const float value = gate * __fdividef(up, 1.0f + __expf(-gate));
-      *reinterpret_cast<__half *>(staged + at * 128 + panel_byte(at, k)) =
-          panel_half(value * a.act_panel.scale);
-      if (!floats || !there || t >= a.tokens) continue;
+    for (int i = 0; i < kTogether; i++) {
+      const int at = first + i, from = (at >> 1) * 4 + (at & 1);
+      act[i] = silu_fast(sum[from] * low) * (sum[from + 2] * high);
+      *reinterpret_cast<__half *>(to[at & 1] + (at >> 1) * 1024) =
+          panel_half(act[i] * a.act_panel.scale);
+    }
+    if (!floats) continue;
+#pragma unroll
+    for (int i = 0; i < kTogether; i++) {
+      const int at = first + i, from = (at >> 1) * 4 + (at & 1);
+      const int64_t t = token + own + (at >> 1) * 8 + (at & 1);
+      if (t >= a.tokens) break;
       if (a.outputs[0].y != nullptr) {
-        a.outputs[0].y[static_cast<int64_t>(t) * a.outputs[0].stride + row] = gate;
-        a.outputs[1].y[static_cast<int64_t>(t) * a.outputs[1].stride + row] = up;
+        a.outputs[0].y[t * a.outputs[0].stride + row] = sum[from] * low;
+        a.outputs[1].y[t * a.outputs[1].stride + row] = sum[from + 2] * high;
       }
-      if (a.act != nullptr) a.act[static_cast<int64_t>(t) * a.act_stride + row] = value;
+      if (a.act != nullptr) a.act[t * a.act_stride + row] = act[i];
     }
   }
 }
