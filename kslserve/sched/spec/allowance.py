@@ -7,18 +7,20 @@ round that gains gives as much as many waves of waiting."""
 
 from __future__ import annotations
 
-PART = 1 / 160  # of the time of plain waves
-MOST = 8.0  # plain waves that can be saved up
+PART = 1 / 200  # of the time of plain waves
+MOST = 12.0  # plain waves that can be saved up
 FIRST = 4.0  # and at first
+OWED = 4.0  # most that one correction takes
 
 
 class Allowance:
     """What is left beside each number of rows, in plain waves."""
 
-    __slots__ = ("_left", "_wave")
+    __slots__ = ("_left", "_saved", "_wave")
 
     def __init__(self) -> None:
         self._left: dict[int, float] = {}
+        self._saved: dict[int, float] = {}  # since it was last corrected, whatever can be kept
         self._wave = 0
 
     def waves(self, rows: int, wave: int) -> int:
@@ -31,3 +33,13 @@ class Allowance:
     def settle(self, rows: int, saved: float) -> None:
         """Drafts saved so many plain waves; negative where they cost."""
         self._left[rows] = min(self._left.get(rows, FIRST) + saved, MOST)
+        self._saved[rows] = self._saved.get(rows, 0.0) + saved
+
+    def correct(self, rows: int, owed: float) -> None:
+        """Of what was settled since the last time, so much was not saved after all: as it seems,
+        since much of it is rather a pace that changed and came back."""
+        saved = self._saved.pop(rows, 0.0)
+        if owed > 0.0:
+            # More may have been saved than could be kept: that pays first.
+            owed = min(max(owed - max(saved, 0.0), 0.0), OWED)
+        self._left[rows] = min(self._left.get(rows, FIRST) - owed, MOST)

@@ -4,25 +4,23 @@ rows and columns, so with what the host needs for it; and times of MTP drafts.
 Times of single waves jump up, by much, and all of them change together when contexts grow or the
 machine gets busy. So what is kept are multiples of a plain wave, and a wave is compared with those
 just before it: the pace, what a plain wave would take now, is the median of what the last few
-waves took, each by its multiple. It says nothing of whether drafts pay, and follows at once
-whatever changes all waves; multiples say it, and change slowly. What the pace hides, that all waves
-with drafts cost more or less than their multiples, shows when plain waves are measured between
-them: a few at a time, soon where that was a surprise, and less and less often where it was not."""
+waves took, each by its multiple. It follows at once whatever changes all waves, and says nothing of
+whether drafts pay. Multiples say it, and change only by probes: now and then some plain waves are
+measured, and where they took about what those of the probe before took, the pace was the same in
+between, and multiples are what the waves in between took of it. Probes are close to each other
+where they were a surprise, and less and less so where they were not."""
 
 from __future__ import annotations
 
 from statistics import median
 
-from kslserve.sched.spec.price import GUESS, NUMBERS, STEP, Prices
+from kslserve.sched.spec.price import GUESS, NUMBERS, Prices
 
 PACE_WAVES = 5  # whose median is the pace
 PROBE = 3  # plain waves that are measured at a time; and before anything is drafted
-PROBE_SOON, PROBE_SELDOM = 16, 256  # waves with drafts between two such times, at first and most
-WITNESSES = 5  # waves with drafts since the last probe that can be compared with one
-AGREE = 1.1  # factor up to which they agree
-# Most that multiples change by one that does not, though the one before did, since it may have met
-# a change of pace; and by another one.
-DOUBT, BELIEF = 1.1, 2.0
+PROBE_SOON, PROBE_SELDOM = 16, 96  # waves with drafts between two such times, at first and most
+STEADY = 1.15  # factor up to which two probes found the same pace
+STEP = 0.1  # most that one measurement moves a figure
 CLIP = 3.0  # drafts are charged with at most so many times what their wave was expected to take
 FRESH = 16  # waves for which a table of multiples serves, once they are sure
 # Part of the time that looks for drafts may take where they find nothing; the waves between two of
@@ -53,8 +51,8 @@ class RowCosts:
     chosen last were to gain: tokens in a time, of those of plain waves."""
 
     __slots__ = (
-        "_every", "_last", "_least", "_pace", "_prices", "_probe", "_since", "_table",
-        "_table_until", "_witnesses", "gain", "rows",
+        "_every", "_last", "_least", "_pace", "_plain_ms", "_prices", "_probe", "_table",
+        "_table_until", "_told", "_waves", "gain", "rows",
     )  # fmt: skip
 
     def __init__(self, rows: int) -> None:
@@ -64,8 +62,9 @@ class RowCosts:
         self._pace = 0.0
         self._last: list[float] = []  # what the last waves took, as plain ones
         self._probe: list[float] = []  # plain waves of the probe that goes on
-        self._witnesses: list[float] = []  # waves with drafts since the last one, as plain ones
-        self._since = 0  # how many they were
+        self._plain_ms = 0.0  # what the last one found
+        self._waves: list[tuple[int, float]] = []  # with drafts since then: their number, and ms
+        self._told = 0.0  # how much longer than plain ones those were said to take
         self._every = PROBE_SOON
         self._table: list[float] = []
         self._least: dict[float, float] = {}
@@ -81,32 +80,43 @@ class RowCosts:
         """The next wave should be plain, to see how long that takes."""
         if not self.known:
             return True
-        return self._since >= self._every
+        return len(self._waves) >= self._every
 
     def observe(self, columns: int, ms: float, wave: int) -> float:
         """A wave of so many columns took `ms`. wave: its id, larger than any before. How much
-        longer than a plain one such a wave takes, in plain ones."""
+        longer than a plain one such a wave takes, in plain ones, as far as that is known yet."""
         prices, extra = self._prices, columns - self.rows
-        prices.now = wave
         if not extra:
-            self._plain(ms)
+            self.plain(ms, wave)
         elif self.known:
-            self._since += 1
+            prices.now = wave
+            self._waves.append((extra, ms))
             self._probe.clear()
             sure = prices.sure(extra)
             expected = self._multiple(extra)
-            taken = ms / expected
             # Where it is not known what such waves take, this one may have been held up.
             most = CLIP * expected - 1.0
             excess = min(prices.observe(extra, ms / self._pace - 1.0), most)
             if sure:
-                self._went(taken)
-                self._witnesses.append(taken)
-                del self._witnesses[:-PACE_WAVES]
+                self._went(ms / expected)
             else:
                 self._table_until = 0
+            self._told += excess
             return excess
         return 0.0
+
+    def plain(self, ms: float, wave: int) -> float | None:
+        """A plain wave took `ms`. Where that ended a probe: how much more than was told the waves
+        with drafts before it took, in plain ones; 0 where that cannot be said."""
+        owed = None
+        self._prices.now = wave
+        self._went(ms)
+        self._probe.append(ms)
+        if len(self._probe) == PROBE:
+            if not self.known or self._waves:
+                owed = self._probed(median(self._probe))
+            self._probe.clear()
+        return owed
 
     def ms(self, columns: int) -> float:
         """Expected time of a wave; a pace is a condition. Hopeful where little was measured, or it
@@ -137,30 +147,22 @@ class RowCosts:
         times, most = self._multiples(), NUMBERS[-1]
         return times[extra] if extra <= most else 1.0 + (times[most] - 1.0) * extra / most
 
-    def _plain(self, ms: float) -> None:
-        self._went(ms)
-        self._probe.append(ms)
-        if len(self._probe) < PROBE:
-            return
-        if not self.known or self._since:
-            self._probed(median(self._probe))
-        self._probe.clear()
-
-    def _probed(self, ms: float) -> None:
-        """Plain waves took `ms`: so it shows whether waves with drafts still cost what they did."""
-        if len(self._witnesses) >= WITNESSES:
-            off = median(self._witnesses) / ms
-            if 1.0 / AGREE <= off <= AGREE:
-                self._every = min(2 * self._every, PROBE_SELDOM)
-            else:
-                most = BELIEF if self._every == PROBE_SOON else DOUBT
-                self._prices.scale(min(max(off, 1.0 / most), most))
-                self._every = PROBE_SOON
-                self._table_until = 0
-        self._since = 0
-        self._witnesses.clear()
+    def _probed(self, ms: float) -> float:
+        """Plain waves took `ms`, behind waves with drafts; what was not told of these."""
+        owed, before = 0.0, self._plain_ms
+        if self._waves and 1.0 / STEADY <= ms / before <= STEADY:
+            plain = (ms * before) ** 0.5
+            agreed = self._prices.correct((n, taken / plain) for n, taken in self._waves)
+            self._every = min(2 * self._every, PROBE_SELDOM) if agreed else PROBE_SOON
+            self._table_until = 0
+            owed = sum(self._prices.excess(n) for n, _ in self._waves) - self._told
+        else:
+            self._every = PROBE_SOON
+        self._told = 0.0
+        self._waves.clear()
+        self._plain_ms = self._pace = ms
         self._last = [ms] * PROBE
-        self._pace = ms
+        return owed
 
     def _went(self, taken: float) -> None:
         self._last.append(taken)

@@ -2,20 +2,21 @@
 
 In plain waves: a price of 0.1 means that each of so many further columns takes a tenth of what the
 wave takes without any. Kept for a few numbers of columns, between which it changes little, so that
-few measurements say much. A price follows the median of what is measured. One that was not
-measured for long is hoped to have fallen, and learnt anew when it is: or what was bad luck would
-end drafts for ever."""
+few measurements say much. A price that was not measured for long is hoped to have fallen, and
+learnt anew when it is: or what was bad luck would end drafts for ever."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 from statistics import median
 
 NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of columns that have a price
-STEP = 0.1  # most that one measurement moves a price, in the unit of a whole wave
 SURE = 3  # measurements of which the median counts; before, the least of them
 HOPE = 0.2  # part by which what was not measured so often is taken lower than it seems
 STALE, HOPES = 256, 4  # waves after which a price is hoped to have fallen by it, and most times
+AGREE = 1.1  # factor up to which a wave took what was expected
+DOUBT = 0.5  # of what fewer measurements than are sure say against a price
 GUESS = 0.25  # of the time of a plain wave: what a column of each row is thought to cost at first
 # By numbers of columns, which price is nearest.
 _NEAREST = [
@@ -37,33 +38,42 @@ class Prices:
         self._seen = [0] * len(NUMBERS)  # the last one
 
     def observe(self, n: int, excess: float) -> float:
-        """A wave with n more columns took so much longer than a plain one, in plain waves; what
-        such waves take longer, without any hope, or this one where that is not known."""
-        i = _NEAREST[min(n, NUMBERS[-1])]
-        price = excess / n
+        """A wave with n more columns seems to have taken so much longer than a plain one, in plain
+        waves, which counts where nothing better is known. What such waves take longer, without any
+        hope."""
+        i, price = _nearest(n), excess / n
         first = self._first[i]
         if self.now - self._seen[i] >= STALE:
             first.clear()
         if len(first) < SURE:
             first.append(price)
-            price = median(first) if len(first) == SURE else min(first)
-        else:
-            most = STEP * (1.0 + n * self._prices[i]) / n
-            price = min(max(price, self._prices[i] - most), self._prices[i] + most)
-        self._prices[i] = max(price, 0.0)
+            self._prices[i] = max(median(first) if len(first) == SURE else min(first), 0.0)
         self._seen[i] = self.now
-        return n * self._prices[i] if len(first) == SURE else excess
+        return self.excess(n) if len(first) == SURE else excess
+
+    def excess(self, n: int) -> float:
+        """What waves with n more columns take longer than a plain one, without any hope."""
+        return n * self._prices[_nearest(n)]
 
     def sure(self, n: int) -> bool:
         """So many columns, or nearly so, were measured often enough to say what they cost."""
-        i = _NEAREST[min(n, NUMBERS[-1])]
+        i = _nearest(n)
         return len(self._first[i]) == SURE and self.now - self._seen[i] < STALE
 
-    def scale(self, factor: float) -> None:
-        """Waves with further columns take so many times what they seemed to."""
-        for i, n in enumerate(NUMBERS):
-            if self._first[i]:
-                self._prices[i] = max((1.0 + n * self._prices[i]) * factor - 1.0, 0.0) / n
+    def correct(self, waves: Iterable[tuple[int, float]]) -> bool:
+        """Waves with so many further columns did take so many times what plain ones before and
+        behind them took; whether that was expected of all."""
+        measured: dict[int, list[float]] = {}
+        for n, multiple in waves:
+            measured.setdefault(_nearest(n), []).append((multiple - 1.0) / n)
+        agreed = True
+        for i, prices in measured.items():
+            n, known = NUMBERS[i], self._prices[i]
+            price = max(median(prices), 0.0)
+            off = (1.0 + n * price) / (1.0 + n * known)
+            agreed = agreed and 1.0 / AGREE <= off <= AGREE
+            self._prices[i] += (1.0 if len(prices) >= SURE else DOUBT) * (price - known)
+        return agreed
 
     def multiples(self) -> list[float]:
         """Of a plain wave, what waves take by their further columns, up to the last of NUMBERS: no
@@ -95,3 +105,7 @@ class Prices:
                     price = (1.0 - HOPE) * (at_low + (at_high - at_low) * (n - low) / (high - low))
                     prices[n] = min(price, self._prices[i]) if self._first[i] else price
         return sorted(prices.items())
+
+
+def _nearest(n: int) -> int:
+    return _NEAREST[min(n, NUMBERS[-1])]

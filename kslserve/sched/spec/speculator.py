@@ -237,7 +237,9 @@ class Speculator:
                 saved = charge(costs, done, round, rows, excess, self._wave)
                 self._allowance.settle(rows, saved)
         elif done.wave > self._looked + SETTLED:
-            costs.observe(columns, ms, done.wave)
+            owed = costs.plain(ms, done.wave)
+            if owed is not None:
+                self._allowance.correct(rows, owed)
 
     def refused(self, sequences: Iterable[Sequence]) -> bool:
         """The engine refused a wave. True if there were drafts in it: then they may be the fault,
