@@ -10,7 +10,9 @@ namespace ksl {
 namespace {
 
 enum { kGroupChannels = 32, kMaxGroups = kMaxHeadDim / kGroupChannels };
-enum { kBlockQueries = 24 };  // queries whose scores exist at one time
+enum { kBlockQueries = 48 };         // queries whose probabilities exist at one time
+enum { kSomeQueries = 4 };           // those whose scores are in registers at one time
+enum { kSteps = 2 * kSomeQueries };  // parts of their exponentials
 
 // Behind the codes of a query.
 struct CodeQuery {
@@ -31,7 +33,7 @@ struct CodeTile {
   const uint8_t *next[kTilePieces];  // pieces to fetch meanwhile; null: none
   const KvRun *ahead;                // of nibbles: rows, n_ahead of them
   int n_ahead;
-  Q4Rows *rows;  // of nibbles: null, or what few queries read instead of pieces
+  Q4Rows *rows;  // of nibbles: null, or what at most kSomeQueries read instead of pieces
   alignas(64) float v_log[kTileKeys], v_inverse[kTileKeys];
   alignas(64) float k_scale[kMaxGroups][kTileKeys], k_zero[kMaxGroups][kTileKeys];
 };
@@ -53,38 +55,43 @@ KSL_INLINE const CodeQuery *query_facts(const uint8_t *q, int head_dim) {
   return (const CodeQuery *)(q + head_dim);
 }
 
-// ---- scores [R][kTileKeys] of R queries, less the scale of the query
+// ---- scores of R queries, less the scale of the query
 
-template <int R>
-static void scores_of_bytes(const CodeTile *t, const uint8_t *q, size_t q_step, bool fetch,
-                            float *score) {
+// x [R][kTilePieces] vectors of keys. `meanwhile` is called kSteps times between products, to put
+// other work beside them.
+template <int R, class F>
+KSL_INLINE void scores_of_bytes(const CodeTile *t, const uint8_t *q, size_t q_step, bool fetch,
+                                F meanwhile, __m512 (*x)[kTilePieces]) {
   Lanes sum[R][kTilePieces];
-#pragma GCC unroll 8
+#pragma GCC unroll 4
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
     for (int v = 0; v < kTilePieces; v++)
       sum[r][v] = (Lanes)_mm512_set1_epi32(query_facts(q + r * q_step, t->head_dim)->bias);
   const uint8_t *k0 = t->k[0], *k1 = t->k[1], *k2 = t->k[2], *k3 = t->k[3];
-  for (int i = 0; i < t->head_dim; i += 4) {
-    const __m512i k[] = {_mm512_load_si512(k0 + 16 * i), _mm512_load_si512(k1 + 16 * i),
-                         _mm512_load_si512(k2 + 16 * i), _mm512_load_si512(k3 + 16 * i)};
-    if (fetch) {
+  const int some = t->head_dim / kSteps;
+  for (int step = 0, i = 0; step < kSteps; step++) {
+    for (const int end = i + some; i < end; i += 4) {
+      const __m512i k[] = {_mm512_load_si512(k0 + 16 * i), _mm512_load_si512(k1 + 16 * i),
+                           _mm512_load_si512(k2 + 16 * i), _mm512_load_si512(k3 + 16 * i)};
+      if (fetch) {
 #pragma GCC unroll 4
-      for (int v = 0; v < kTilePieces; v++) __builtin_prefetch(t->next[v] + 16 * i, 0, 2);
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-      const __m512i four = four_bytes(q + r * q_step + i);
+        for (int v = 0; v < kTilePieces; v++) __builtin_prefetch(t->next[v] + 16 * i, 0, 2);
+      }
 #pragma GCC unroll 4
-      for (int v = 0; v < kTilePieces; v++) dot_bytes(sum[r][v], k[v], four);
+      for (int r = 0; r < R; r++) {
+        const __m512i four = four_bytes(q + r * q_step + i);
+#pragma GCC unroll 4
+        for (int v = 0; v < kTilePieces; v++) dot_bytes(sum[r][v], k[v], four);
+      }
     }
+    meanwhile(step);
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 4
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
     for (int v = 0; v < kTilePieces; v++)
-      _mm512_store_ps(score + r * kTileKeys + 16 * v,
-                      _mm512_mul_ps(floats_of(sum[r][v]), _mm512_load_ps(t->k_scale[0] + 16 * v)));
+      x[r][v] = _mm512_mul_ps(floats_of(sum[r][v]), _mm512_load_ps(t->k_scale[0] + 16 * v));
 }
 
 // Fetches the key of row i of the next tile, and the scales; its value is fetched between values.
@@ -97,7 +104,8 @@ KSL_INLINE void fetch_row(const CodeTile *t, int i) {
   __builtin_prefetch(run->v_scale + i * run->v_scale_step, 0, 2);
 }
 
-// Two pieces at a time: a vector has eight channels of 16 keys, the even ones in the low nibbles.
+// [R][kTileKeys]. Two pieces at a time: a vector has eight channels of 16 keys, the even ones in
+// the low nibbles.
 template <int R>
 static void scores_of_nibbles(const CodeTile *t, const uint8_t *q, size_t q_step, bool fetch,
                               float *score) {
@@ -152,15 +160,21 @@ static void scores_of_nibbles(const CodeTile *t, const uint8_t *q, size_t q_step
 
 // ---- probabilities
 
-// 2^x for x <= 0 to 8e-5, which is less than half of what is rounded away after it: a cubic on each
-// [n, n + 1).
-KSL_INLINE __m512 short_exp2(__m512 x) {
+// 255 times 2^x for x <= 0, to 8e-5 of it, which is less than half of what is rounded away after
+// it: a cubic on each [n, n + 1).
+KSL_INLINE __m512 short_exp2_255(__m512 x) {
   const __m512 r = _mm512_reduce_ps(x, 9);  // x - floor(x)
-  __m512 q = _mm512_set1_ps(0x1.3f96a4p-4f);
-  q = _mm512_fmadd_ps(q, r, _mm512_set1_ps(0x1.cefc4cp-3f));
-  q = _mm512_fmadd_ps(q, r, _mm512_set1_ps(0x1.64444cp-1f));
-  q = _mm512_fmadd_ps(q, r, _mm512_set1_ps(0x1.fff632p-1f));
+  __m512 q = _mm512_set1_ps(255 * 0x1.3f96a4p-4f);
+  q = _mm512_fmadd_ps(q, r, _mm512_set1_ps(255 * 0x1.cefc4cp-3f));
+  q = _mm512_fmadd_ps(q, r, _mm512_set1_ps(255 * 0x1.64444cp-1f));
+  q = _mm512_fmadd_ps(q, r, _mm512_set1_ps(255 * 0x1.fff632p-1f));
   return _mm512_scalef_ps(q, x);  // takes floor(x)
+}
+
+// Which keys of vector v are among the first n of the tile.
+KSL_INLINE __mmask16 seen_of(int n, int v) {
+  const int live = n - 16 * v;
+  return live >= 16 ? (__mmask16)0xffff : live > 0 ? lanes_below(live) : (__mmask16)0;
 }
 
 // In quad h of lanes of the result: what `join` makes of the lanes of x[h].
@@ -175,6 +189,13 @@ KSL_INLINE __m512 reduce_quads(const __m512 *x, F join) {
   return join(c, _mm512_permute_ps(c, 0x4e));
 }
 
+// The first R of what reduce_quads made.
+template <int R>
+KSL_INLINE void store_quads_of(__m512 quads, float *to) {
+  const __m512 one = _mm512_maskz_compress_ps((__mmask16)0x1111, quads);
+  _mm_mask_storeu_ps(to, (__mmask8)((1 << R) - 1), _mm512_castps512_ps128(one));
+}
+
 // Which bytes of two vectors of floats 2^15 + x are the integers below x.
 struct WholeBytes {
   uint8_t at[64];
@@ -184,53 +205,75 @@ struct WholeBytes {
 };
 alignas(64) constexpr WholeBytes kWholeBytes;
 
-// Of R queries that see the first n_keys of the tile each: p [.][kTileKeys] bytes, 255 for what
-// adds most; the exponent that stands for, and 255 times the sum of probabilities relative to it.
+// Queries whose exponents are known, on the way to bytes.
+struct Exponents {
+  int n;  // of them
+  int first;
+  alignas(64) float x[kSomeQueries][kTileKeys];
+};
+
+// Of a block's queries: p [.][kTileKeys] bytes, 255 for what adds most; the exponent that stands
+// for; and in 16 parts the sum of probabilities, 255 times relative to it.
+struct CodeProbabilities {
+  alignas(64) uint8_t p[kBlockQueries * kTileKeys];
+  alignas(64) float sums[kBlockQueries][16];
+  alignas(64) float m[kBlockQueries], l[kBlockQueries];
+};
+
+// x: from scores to exponents of R queries, which see the first n_keys of the tile each. In quad h
+// of the result and in m[h]: the largest of query h.
 template <int R, bool kAll>
-static void soften_codes(const CodeTile *t, const uint8_t *q, size_t q_step, const float *score,
-                         const int *n_keys, uint8_t *p, float *m, float *l) {
-  alignas(64) float most[16], sums[16];
+KSL_INLINE __m512 exponents_of(const CodeTile *t, const uint8_t *q, size_t q_step,
+                               __m512 (*x)[kTilePieces], const int *n_keys, float *m) {
   const __m512 none = _mm512_set1_ps(-__builtin_inff());
-  __m512 x[R][4], of[4] = {none, none, none, none};
-  __mmask16 sees[R][4];
+  __m512 of[4] = {none, none, none, none};
 #pragma GCC unroll 4
   for (int h = 0; h < R; h++) {
     const __m512 scale = _mm512_set1_ps(query_facts(q + h * q_step, t->head_dim)->scale);
 #pragma GCC unroll 4
     for (int v = 0; v < 4; v++) {
-      const int live = kAll ? 16 : n_keys[h] - 16 * v;
-      sees[h][v] = live >= 16 ? (__mmask16)0xffff : live > 0 ? lanes_below(live) : (__mmask16)0;
-      x[h][v] = _mm512_fmadd_ps(_mm512_load_ps(score + h * kTileKeys + 16 * v), scale,
-                                _mm512_load_ps(t->v_log + 16 * v));
-      if (!kAll) x[h][v] = _mm512_mask_mov_ps(none, sees[h][v], x[h][v]);
+      x[h][v] = _mm512_fmadd_ps(x[h][v], scale, _mm512_load_ps(t->v_log + 16 * v));
+      if (!kAll) x[h][v] = _mm512_mask_mov_ps(none, seen_of(n_keys[h], v), x[h][v]);
     }
     of[h] = _mm512_max_ps(_mm512_max_ps(x[h][0], x[h][1]), _mm512_max_ps(x[h][2], x[h][3]));
   }
-  _mm512_store_ps(most, reduce_quads(of, [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); }));
-  const __m512i whole = _mm512_load_si512(kWholeBytes.at);
-#pragma GCC unroll 4
-  for (int h = 0; h < R; h++) {
-    const __m512 shift = _mm512_set1_ps(most[4 * h]);
-    of[h] = _mm512_setzero_ps();
-#pragma GCC unroll 4
-    for (int v = 0; v < 4; v++) {
-      const __m512 e = short_exp2(_mm512_sub_ps(x[h][v], shift));
-      const __m512 inverse = kAll ? _mm512_load_ps(t->v_inverse + 16 * v)
-                                  : _mm512_maskz_load_ps(sees[h][v], t->v_inverse + 16 * v);
-      of[h] = _mm512_fmadd_ps(e, inverse, of[h]);
-      // In a float at 2^15 the second byte is the integer below.
-      x[h][v] = _mm512_fmadd_ps(e, _mm512_set1_ps(255.0f), _mm512_set1_ps(32768.5f));
-    }
-    const __m512i a = _mm512_permutex2var_epi8((__m512i)x[h][0], whole, (__m512i)x[h][1]);
-    const __m512i b = _mm512_permutex2var_epi8((__m512i)x[h][2], whole, (__m512i)x[h][3]);
-    _mm512_store_si512(p + h * kTileKeys, _mm512_inserti64x4(a, _mm512_castsi512_si256(b), 1));
+  const __m512 most = reduce_quads(of, [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); });
+  store_quads_of<R>(most, m);
+  return most;
+}
+
+// The probabilities of a query at two vectors of exponents, from the vector `v` of the tile on.
+template <bool kAll>
+KSL_INLINE void soften_half(const CodeTile *t, __m512 a, __m512 b, __m512 most, int n_keys, int v,
+                            uint8_t *p, __m512 &sum) {
+  const float *inverse = t->v_inverse + 16 * v;
+  a = short_exp2_255(_mm512_sub_ps(a, most));
+  b = short_exp2_255(_mm512_sub_ps(b, most));
+  if (kAll) {
+    sum = _mm512_fmadd_ps(a, _mm512_load_ps(inverse), sum);
+    sum = _mm512_fmadd_ps(b, _mm512_load_ps(inverse + 16), sum);
+  } else {
+    sum = _mm512_fmadd_ps(a, _mm512_maskz_load_ps(seen_of(n_keys, v), inverse), sum);
+    sum = _mm512_fmadd_ps(b, _mm512_maskz_load_ps(seen_of(n_keys, v + 1), inverse + 16), sum);
   }
-  _mm512_store_ps(sums, reduce_quads(of, [](__m512 a, __m512 b) { return _mm512_add_ps(a, b); }));
-#pragma GCC unroll 4
-  for (int h = 0; h < R; h++) {
-    m[h] = most[4 * h];
-    l[h] = 255.0f * sums[4 * h];
-  }
+  // In a float at 2^15 the second byte is the integer below.
+  const __m512i bytes = _mm512_permutex2var_epi8(
+      (__m512i)_mm512_add_ps(a, _mm512_set1_ps(32768.5f)), _mm512_load_si512(kWholeBytes.at),
+      (__m512i)_mm512_add_ps(b, _mm512_set1_ps(32768.5f)));
+  _mm256_store_si256((__m256i *)(p + 16 * v), _mm512_castsi512_si256(bytes));
+}
+
+// One step of kSteps: half a query.
+template <bool kAll>
+KSL_INLINE void soften_step(const CodeTile *t, const Exponents *e, int step, const int *n_keys,
+                            CodeProbabilities *to) {
+  const int row = step / 2, v = 2 * (step % 2), h = e->first + row;
+  if (row >= e->n) return;
+  const float *x = e->x[row] + 16 * v;
+  __m512 sum = v ? _mm512_load_ps(to->sums[h]) : _mm512_setzero_ps();
+  soften_half<kAll>(t, _mm512_load_ps(x), _mm512_load_ps(x + 16), _mm512_set1_ps(to->m[h]),
+                    n_keys[h], v, to->p + h * kTileKeys, sum);
+  _mm512_store_ps(to->sums[h], sum);
 }
 
 // ---- values
@@ -244,8 +287,9 @@ struct CodeWeights {
 // Adds 16 N channels from `at` to acc of R queries. A start is what the tile's integers are, so
 // that a tile that begins a partial result rounds no more than one that is added.
 template <int R, int N>
-static void values_of_codes(const CodeTile *t, const uint8_t *p, int at, bool fetch,
-                            const CodeWeights *w, int first, float *acc) {
+static __attribute__((noinline)) void values_of_codes(const CodeTile *t, const uint8_t *p, int at,
+                                                      bool fetch, const CodeWeights *w, int first,
+                                                      float *acc) {
   Lanes sum[R][N];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
@@ -256,7 +300,7 @@ static void values_of_codes(const CodeTile *t, const uint8_t *p, int at, bool fe
     const int8_t *v = t->v[piece] + kPieceKeys * at;
     const uint8_t *next =
         fetch && !t->nibbles ? t->next[piece] + (size_t)kPieceKeys * (t->head_dim + at) : nullptr;
-#pragma GCC unroll 1
+#pragma GCC unroll 4
     for (int j = 0; j < kPieceKeys; j += 4, p += 4, v += 256) {
       __m512i x[N];
 #pragma GCC unroll 4
@@ -309,55 +353,103 @@ static void scores_of_rows(const CodeTile *t, const uint8_t *q, size_t q_step, i
 static void values_of_rows(const CodeTile *t, const uint8_t *p, int queries, const CodeWeights *w,
                            float *acc);
 
+// Probabilities of at most kBlockQueries queries. The exponentials of some are made between the
+// scores of the next ones, since the products leave half of the machine idle.
+template <bool kNibbles, bool kAll>
+static void soften_block(const CodeTile *t, const uint8_t *q, size_t q_step, int queries,
+                         const int *n_keys, bool ahead, CodeProbabilities *to) {
+  alignas(64) float score[kNibbles ? kSomeQueries * kTileKeys : 1];
+  if (kNibbles && t->rows) scores_of_rows(t, q, q_step, queries, score);
+  Exponents e;
+  e.n = 0;
+  const auto soften = [&](int step) __attribute__((always_inline)) {
+    soften_step<kAll>(t, &e, step, n_keys, to);
+  };
+  int done = 0;
+  const auto some = [&](auto rows) {
+    constexpr int R = rows.n;
+    for (; done + R <= queries; done += R) {
+      const uint8_t *from = q + done * q_step;
+      __m512 x[R][kTilePieces];
+      if (kNibbles) {
+        const float *at = score;
+        if (t->rows)
+          at += done * kTileKeys;
+        else
+          scores_of_nibbles<R>(t, from, q_step, ahead, score);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+          for (int v = 0; v < kTilePieces; v++)
+            x[r][v] = _mm512_load_ps(at + r * kTileKeys + 16 * v);
+      } else {
+        scores_of_bytes<R>(t, from, q_step, ahead, soften, x);
+      }
+      ahead = false;
+      const int *sees = n_keys + done;
+      const __m512 most = exponents_of<R, kAll>(t, from, q_step, x, sees, to->m + done);
+      e.n = 0;
+      if (!kNibbles && done + R < queries) {
+        e.n = R;
+        e.first = done;
+#pragma GCC unroll 4
+        for (int h = 0; h < R; h++)
+#pragma GCC unroll 4
+          for (int v = 0; v < 4; v++) _mm512_store_ps(e.x[h] + 16 * v, x[h][v]);
+        continue;
+      }
+#pragma GCC unroll 4
+      for (int h = 0; h < R; h++) {
+        const __m512 shift = h == 0   ? _mm512_shuffle_f32x4(most, most, 0x00)
+                             : h == 1 ? _mm512_shuffle_f32x4(most, most, 0x55)
+                             : h == 2 ? _mm512_shuffle_f32x4(most, most, 0xaa)
+                                      : _mm512_shuffle_f32x4(most, most, 0xff);
+        uint8_t *p = to->p + (done + h) * kTileKeys;
+        __m512 sum = _mm512_setzero_ps();
+        soften_half<kAll>(t, x[h][0], x[h][1], shift, sees[h], 0, p, sum);
+        soften_half<kAll>(t, x[h][2], x[h][3], shift, sees[h], 2, p, sum);
+        _mm512_store_ps(to->sums[done + h], sum);
+      }
+    }
+  };
+  some(Count<kSomeQueries>());
+  some(Count<2>());
+  some(Count<1>());
+  for (int h = queries; h % 4; h++) _mm512_store_ps(to->sums[h], _mm512_setzero_ps());
+  for (int h = 0; h < queries; h += 4) {
+    __m512 of[4];
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; r++) of[r] = _mm512_load_ps(to->sums[h + r]);
+    store_quads_of<4>(reduce_quads(of, [](__m512 a, __m512 b) { return _mm512_add_ps(a, b); }),
+                      to->l + h);
+  }
+}
+
 // Adds the tile to at most kBlockQueries queries, which see at least one key each.
 static void attn_block_codes(const CodeTile *t, const uint8_t *q, size_t q_step, int queries,
                              const int *n_keys, bool fetch, float *m, float *l, float *acc) {
-  alignas(64) float score[kBlockQueries * kTileKeys];
-  alignas(64) uint8_t p[kBlockQueries * kTileKeys];
-  alignas(64) float tile_m[kBlockQueries], tile_l[kBlockQueries];
+  CodeProbabilities p;
   CodeWeights w;
+  const auto soften = n_keys[0] >= kTileKeys  // ascending
+                          ? t->nibbles ? soften_block<true, true> : soften_block<false, true>
+                          : t->nibbles ? soften_block<true, false> : soften_block<false, false>;
+  soften(t, q, q_step, queries, n_keys, fetch, &p);
   bool ahead = fetch;
-  if (t->rows) {
-    scores_of_rows(t, q, q_step, queries, score);
-  } else if (t->nibbles) {
-    each_rows(queries, [&](auto rows, int r) {
-      scores_of_nibbles<rows.n>(t, q + r * q_step, q_step, ahead, score + r * kTileKeys);
-      ahead = false;
-    });
-  } else {
-    each_rows(queries, [&](auto rows, int r) {
-      scores_of_bytes<rows.n>(t, q + r * q_step, q_step, ahead, score + r * kTileKeys);
-      ahead = false;
-    });
-  }
-  int done = 0;
-  const bool all = n_keys[0] >= kTileKeys;  // ascending
-  const auto soften = [&](auto rows) {
-    for (; done + rows.n <= queries; done += rows.n) {
-      const auto some = all ? soften_codes<rows.n, true> : soften_codes<rows.n, false>;
-      some(t, q + done * q_step, q_step, score + done * kTileKeys, n_keys + done,
-           p + done * kTileKeys, tile_m + done, tile_l + done);
-    }
-  };
-  soften(Count<4>());
-  soften(Count<2>());
-  soften(Count<1>());
   for (int h = 0; h < queries; h++) w.start[h] = m[h] == -__builtin_inff() && l[h] == 0.0f;
   each_vector(queries, [&](int h, auto load, auto store) {  // as attn_combine
-    const V before = load(m + h), now = load(tile_m + h), most = v_max(now, before);
+    const V before = load(m + h), now = load(p.m + h), most = v_max(now, before);
     const V old = v_exp2(v_sub(before, most)), fresh = v_exp2(v_sub(now, most));
     store(w.old + h, old);
     store(w.fresh + h, fresh);
     store(m + h, most);
-    store(l + h, v_fma(load(tile_l + h), fresh, v_mul(load(l + h), old)));
+    store(l + h, v_fma(load(p.l + h), fresh, v_mul(load(l + h), old)));
   });
   if (t->rows) {
-    values_of_rows(t, p, queries, &w, acc);
+    values_of_rows(t, p.p, queries, &w, acc);
     return;
   }
-  ahead = fetch;
   each_rows(queries, [&](auto rows, int r) {
-    const uint8_t *of = p + r * kTileKeys;
+    const uint8_t *of = p.p + r * kTileKeys;
     float *to = acc + (size_t)r * t->head_dim;
     int at = 0;
     for (; at + 64 <= t->head_dim; at += 64)
@@ -373,10 +465,14 @@ static void attn_columns_codes(const CodeTile *t, const uint8_t *q, size_t q_ste
   while (c < columns && n_keys[c] <= 0) c++;
   bool fetch = t->nibbles ? t->n_ahead > 0 : t->next[0] != nullptr;
   const int end = columns * group;
+  int of_column = 0;
   for (int h = c * group, n; h < end; h += n) {
     n = end - h < kBlockQueries ? end - h : (int)kBlockQueries;
     int sees[kBlockQueries];
-    for (int i = 0; i < n; i++) sees[i] = n_keys[(h + i) / group];
+    for (int i = 0; i < n; i++) {
+      sees[i] = n_keys[c];
+      if (++of_column == group) of_column = 0, c++;
+    }
     attn_block_codes(t, q + h * q_step, q_step, n, sees, fetch, m + h, l + h,
                      acc + (size_t)h * t->head_dim);
     fetch = false;
