@@ -66,15 +66,21 @@ class EchoTable:
         with self._lock:
             self._numbers += 1
             keys = _keys(turn, context)
+            same = self._places.get(keys[0])
+            if same is not None and self._turns[same][1] == keys:
+                self._drop(same)  # an answer said again: nobody would find the old one
             self._turns[self._numbers] = turn, keys
             self._places.update(dict.fromkeys(keys, self._numbers))
             self._bytes += size
             while self._bytes > self._max_bytes:
-                number, (old, keys) = self._turns.popitem(last=False)
-                self._bytes -= _size(old)
-                for key in keys:
-                    if self._places[key] == number:
-                        del self._places[key]
+                self._drop(next(iter(self._turns)))
+
+    def _drop(self, number: int) -> None:
+        old, keys = self._turns.pop(number)
+        self._bytes -= _size(old)
+        for key in keys:
+            if self._places[key] == number:
+                del self._places[key]
 
     def find(self, message: Message, context: bytes) -> Ids | None:
         """Ids of the turn that an assistant message repeats, None if there is none. Texts are

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kslserve.core.request import Message, Role, ToolCall
 from kslserve.service.echo import EchoTable, Turn, contexts
 
-HERE = b"here"
+HERE, ELSEWHERE = b"here", b"elsewhere"
 LS = ToolCall("call_1", "ls", {"path": "a", "deep": {"n": [1, None, True]}})
 CAT = ToolCall("call_2", "cat", {"path": "b"})
 
@@ -130,6 +130,18 @@ def test_the_space_of_a_replaced_turn_comes_back() -> None:
         table.record(turn(number, "same", "r"), HERE)
         assert found(table, said("same", "r")) == number
     assert table.size_bytes <= 20_000
+
+
+def test_an_answer_that_is_said_again_takes_no_more_space() -> None:
+    table = EchoTable()
+    table.record(turn(1, "same"), HERE)
+    size = table.size_bytes
+    table.record(turn(2, "same"), HERE)
+    assert table.size_bytes == size
+    # Elsewhere it is another turn: each conversation finds its own.
+    table.record(turn(3, "same"), ELSEWHERE)
+    assert table.size_bytes == 2 * size
+    assert [found(table, said("same"), where) for where in (HERE, ELSEWHERE)] == [2, 3]
 
 
 # ------------------------------------------------------------ contexts
