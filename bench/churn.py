@@ -1,14 +1,18 @@
 """Hours of agents' traffic in minutes, on a full-size model with every tier of the prefix cache:
 in the end nothing may be held that was free before, and memory may not have grown.
 
-    python -m bench.churn [--seconds 120] [--most 60000] [--save] [-- FLAGS]
+    python -m bench.churn [--seconds 120] [--warm-up 40] [--every 5] [--most 60000]
+                          [--host-bytes 256MiB] [--save] [-- FLAGS]
 
 FLAGS go to the server; by default it serves `synth:27b` in NVFP4 on the CUDA device. Of sixteen
 clients twelve have conversations of their own, which grow to --most tokens, are left and begun
 anew; four send again what real clients sent (tests/data/clients), capture by capture, in every
 dialect. One request in seven is left in the middle. The server has fewer blocks than all of that
-needs. `late_...`: growth of memory in the second half, when everything has been used once; that of
-the host tier is told apart. Exit status 1 where something is still held, or a request was refused.
+needs, and a host tier that fills in the warm-up. From then on memory is read at even intervals,
+while requests run: each reading is printed, `growth` is what a line through them says of a minute,
+and `late` the median of the last third over that of the first. On the CPU the pools are host memory
+too, whose pages come as they are first written: small ones (--kv-tokens) are full in the warm-up.
+Exit status 1 where something is still held or a request was refused.
 """
 
 from __future__ import annotations
@@ -16,8 +20,10 @@ from __future__ import annotations
 import argparse
 import gzip
 import http.client
+import itertools
 import json
 import random
+import statistics
 import subprocess
 import tempfile
 import threading
@@ -35,6 +41,7 @@ from bench.report import Report
 CLIENTS, CAPTURED = 16, 4
 LEFT = 0.15  # requests whose client hangs up
 SETTLE_S = 30
+MIN_READINGS = 6
 ALL_FREE = ("slots_free", "blocks_free", "running", "queued")
 
 
@@ -140,26 +147,57 @@ class Traffic:
         self._count(left=1)
 
 
-def churn(report: Report, server: Server, seconds: float, most: int) -> bool:
+class Memory:
+    """Readings of the server's memory at even intervals from `begin` on, by a thread of its own."""
+
+    def __init__(self, server: Server, begin: float, end: float, every: float) -> None:
+        self._server, self._begin, self._end, self._every = server, begin, end, every
+        self.readings: list[tuple[float, int, int]] = []  # seconds, host MiB, device MiB
+
+    def watch(self) -> None:
+        for number in itertools.count():
+            at = self._begin + number * self._every
+            if at > self._end:
+                return
+            time.sleep(max(0.0, at - time.monotonic()))
+            reading = (number * self._every, host_mib(self._server), device_mib())
+            self.readings.append(reading)
+            print("after {:4.0f} s: host {} MiB, device {} MiB".format(*reading), flush=True)
+
+    def figures(self) -> dict[str, float]:
+        """MiB at first, growth a minute, and the last third over the first."""
+        if len(self.readings) < MIN_READINGS:
+            raise SystemExit("churn: too few readings: more --seconds, or fewer --every.")
+        seconds, *kinds = zip(*self.readings, strict=True)
+        found: dict[str, float] = {}
+        third = len(seconds) // 3
+        for name, values in zip(("host", "device"), kinds, strict=True):
+            slope = statistics.linear_regression(seconds, values).slope
+            late = statistics.median(values[-third:]) - statistics.median(values[:third])
+            found |= {
+                f"{name}_mib": values[0], f"{name}_growth_mib_min": 60 * slope,
+                f"{name}_late_mib": late,
+            }  # fmt: skip
+        return found
+
+
+def churn(report: Report, server: Server, args: argparse.Namespace) -> bool:
     """Whether everything was served and is free again."""
-    traffic = Traffic(server, seconds, most)
-    before, memory = settled(server), (device_mib(), host_mib(server))
-    middle = memory
-    with ThreadPoolExecutor(CLIENTS) as pool:
+    before = settled(server)
+    traffic = Traffic(server, args.seconds, args.most)
+    memory = Memory(server, traffic.end - args.seconds + args.warm_up, traffic.end, args.every)
+    with ThreadPoolExecutor(CLIENTS + 1) as pool:
         jobs = [pool.submit(traffic.client, number) for number in range(CLIENTS)]
-        time.sleep(seconds / 2)
-        middle = device_mib(), host_mib(server)
+        jobs.append(pool.submit(memory.watch))
         for job in jobs:
             job.result()
     after = settled(server)
-    now = device_mib(), host_mib(server)
     kept = {name: after[name] - before[name] for name in ALL_FREE}
     counts, cache = traffic.counts, after["cache"]
     report.add(
-        "churn", seconds=seconds, **counts, shared=counts["cached"] / max(counts["prompt"], 1),
-        **{f"{name}_change": value for name, value in kept.items()},
-        device_mib_change=now[0] - memory[0], late_device_mib=now[0] - middle[0],
-        host_mib_change=now[1] - memory[1], late_host_mib=now[1] - middle[1],
+        "churn", seconds=args.seconds, **counts,
+        shared=counts["cached"] / max(counts["prompt"], 1),
+        **{f"{name}_change": value for name, value in kept.items()}, **memory.figures(),
         host_tier_mib=cache["host_bytes"] / 2**20, disk_mib=cache["disk_bytes"] / 2**20,
         reads=cache["reads"], last_error=after["last_error"],
     )  # fmt: skip
@@ -169,20 +207,24 @@ def churn(report: Report, server: Server, seconds: float, most: int) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=120)
+    parser.add_argument("--warm-up", type=float, default=40, help="seconds before memory is read")
+    parser.add_argument("--every", type=float, default=5, help="seconds between readings")
+    parser.add_argument("--host-bytes", default="256MiB", help="of the host tier")
     parser.add_argument("--most", type=int, default=60000, help="tokens of a conversation")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("flags", nargs="*", help="flags of the server, after --")
     args = parser.parse_args()
     report = Report("churn")
-    window = args.most + 8192  # a conversation ends beyond --most; captures have up to 40,000
+    # A conversation ends beyond --most; captures have up to 40,000.
+    window = max(args.most, 49152) + 8192
     with tempfile.TemporaryDirectory() as folder:
         server = Server(
-            *(args.flags or DEFAULT_FLAGS), "--context", str(window),
-            "--kv-tokens", str(5 * window), "--max-seqs", "8",
-            "--prefix-cache-host-bytes", "2GiB", "--prefix-cache-dir", folder,
+            "--context", str(window), "--kv-tokens", str(5 * window), "--max-seqs", "8",
+            "--prefix-cache-host-bytes", args.host_bytes, "--prefix-cache-dir", folder,
+            *(args.flags or DEFAULT_FLAGS),
         )  # fmt: skip
         try:
-            right = churn(report, server, args.seconds, args.most)
+            right = churn(report, server, args)
         finally:
             server.stop()
     report.write(args.save)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.churn import Memory
 from bench.device import prove
 from bench.report import Report
 
@@ -36,3 +37,19 @@ def test_what_is_proven(
 def test_tests_that_cannot_be_collected(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text("import nothing_of_that_name\n")
     assert not prove(Report("device"), [str(tmp_path)])
+
+
+def test_growth_of_memory() -> None:
+    memory = Memory(None, 0, 0, 0)  # type: ignore[arg-type]
+    memory.readings = [(10.0 * i, 1000 + 2 * i, 500) for i in range(9)]
+    assert memory.figures() == {
+        "host_mib": 1000,
+        "host_growth_mib_min": pytest.approx(12),
+        "host_late_mib": 12,
+        "device_mib": 500,
+        "device_growth_mib_min": 0,
+        "device_late_mib": 0,
+    }
+    memory.readings = memory.readings[:3]
+    with pytest.raises(SystemExit, match="too few readings"):
+        memory.figures()
