@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 CHUNK_MIN = 16  # prompt columns that are always worth a wave
-CHUNK_START = 64
+CHUNK_START = 64  # before anything is measured
+ALONE_START = 256  # the same while nobody decodes
 AIM = 0.8  # part of the target time that a wave is planned for; the rest absorbs noise
 LEVEL_MAX = 2.0  # most that one wave changes the estimate
 FORGET = 0.9  # weight of the past in the moving averages
@@ -79,8 +80,8 @@ class WaveCost:
         self.target_ms = target_ms
         self.gap_ms = gap_ms
         self.most = most
-        # Small at first: nothing is measured yet.
-        self.chunk = self.alone = min(CHUNK_START, most)
+        self.chunk = min(CHUNK_START, most)
+        self.alone = min(ALONE_START, most)
         self._n = self._x = self._y = self._xx = self._xy = 0.0
 
     def line(self) -> tuple[float, float]:

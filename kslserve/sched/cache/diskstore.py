@@ -1,11 +1,12 @@
 """Checkpoints as files: one file per checkpoint, published whole or not at all.
 
 A file belongs to one fingerprint of computed state. It starts with the token ids, which are
-compared with the wanted ones before anything else of it is used, and carries a checksum of every
-part. The keys and values of an MTP head are the last of a block, so an engine without one reads the
-files of one with it: the beginnings of their blocks. Files hold the text of conversations: the
-folder is for its owner only (0700), files are 0600. All functions here block and are called in the
-disk thread, or before the server is ready.
+compared with the wanted ones before anything else of it is used, and carries a checksum of the
+tokens and one of the checksums of all images, so that two threads can read it. The keys and values
+of an MTP head are the last of a block, so an engine without one reads the files of one with it: the
+beginnings of their blocks. Files hold the text of conversations: the folder is for its owner only
+(0700), files are 0600. All functions here block and are called in the disk thread, or before the
+server is ready.
 
     header | tokens int32 [position] | slab | blocks
 """
@@ -18,6 +19,7 @@ import stat
 import struct
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -30,18 +32,20 @@ from kslserve.errors import UsageError
 from kslserve.sched.cache.checkpoint import Kind
 from kslserve.sched.cache.hosttier import Image
 
-MAGIC = b"KSLCKPT2"
+MAGIC = b"KSLCKPT3"
 HEADER = struct.Struct("<8s32s32s12sQQQQII")  # the fields of Header
 HEADER_CHECK = struct.Struct("<I")
 HEAD_BYTES = HEADER.size + HEADER_CHECK.size
 SUFFIX = ".kslckpt"
 TEMPORARY = ".part"
+ARENA_BYTES = 8 << 20  # images that are read together: numpy asks for huge pages from here on
+HELP_BYTES = 8 << 20  # from here on a second thread reads half of a file
 NO_HEAD = bytes(32)  # the fingerprint of the MTP head of an engine that has none
 
 
 class Header(NamedTuple):
     """How a file begins. fingerprint, head: of the trunk and of the MTP head. The checks are
-    checksums of the tokens and of all images."""
+    checksums: of the tokens, and of those of all images."""
 
     magic: bytes
     fingerprint: bytes
@@ -138,7 +142,7 @@ class DiskStore:
         temporary = path.with_name(f"{path.stem}.{os.getpid()}{TEMPORARY}")
         sizes = self.sizes
         tokens = np.ascontiguousarray(tokens, dtype="<i4")
-        check = _checksum(slab, blocks)
+        check = _checksum([slab, *blocks])
         header = HEADER.pack(*Header(
             MAGIC, sizes.fingerprint, sizes.head, kind.value.encode(), len(tokens), len(blocks),
             sizes.slab_bytes, sizes.block_bytes, zlib.crc32(tokens.data), check,
@@ -162,11 +166,12 @@ class DiskStore:
             header = self._header(file)
             if not np.array_equal(self._tokens(file, header), tokens):
                 raise BadFile("it is of other tokens")
-            slab = _image(file, header.slab_bytes)
-            blocks = [_image(file, header.block_bytes) for _ in range(header.blocks)]
-        if _checksum(slab, blocks) != header.state_check:
+            sizes = [header.slab_bytes] + [header.block_bytes] * header.blocks
+            images, check = _images(file.fileno(), file.tell(), sizes)
+        if check != header.state_check:
             raise BadFile("its checksum is wrong")
         os.utime(copy.path)
+        slab, *blocks = images
         own = self.sizes.block_bytes
         if own < header.block_bytes:
             blocks = [block[:own].copy() for block in blocks]
@@ -234,11 +239,53 @@ class DiskStore:
             return Found(copy, Kind(name), tokens)
 
 
-def _checksum(slab: Image, blocks: Sequence[Image]) -> int:
-    check = zlib.crc32(slab.data)
-    for block in blocks:
-        check = zlib.crc32(block.data, check)
-    return check
+def _checksum(images: Sequence[Image]) -> int:
+    return _joined([zlib.crc32(image.data) for image in images])
+
+
+def _joined(checks: Sequence[int]) -> int:
+    return zlib.crc32(np.array(checks, "<u4").data)
+
+
+def _images(fd: int, at: int, sizes: Sequence[int]) -> tuple[list[Image], int]:
+    """The images of these sizes from a position of a file on, and their checksum."""
+    ends = np.cumsum(sizes).tolist()
+    if ends[-1] < HELP_BYTES:
+        images, checks = _part(fd, at, sizes)
+        return images, _joined(checks)
+    middle = next(i for i, end in enumerate(ends, 1) if 2 * end >= ends[-1])
+    with ThreadPoolExecutor(1, thread_name_prefix="disk-half") as helper:
+        later = helper.submit(_part, fd, at + ends[middle - 1], sizes[middle:])
+        images, checks = _part(fd, at, sizes[:middle])
+        more, more_checks = later.result()
+    return images + more, _joined(checks + more_checks)
+
+
+def _part(fd: int, at: int, sizes: Sequence[int]) -> tuple[list[Image], list[int]]:
+    """Consecutive images and the checksum of each. Small ones share memory, which goes with the
+    last of them."""
+    images: list[Image] = []
+    checks: list[int] = []
+    while len(images) < len(sizes):
+        first = len(images)
+        end, nbytes = first, 0
+        while end < len(sizes) and nbytes < ARENA_BYTES:
+            nbytes += sizes[end]
+            end += 1
+        arena = np.empty(nbytes, np.uint8)
+        done = 0
+        while done < nbytes:
+            n = os.preadv(fd, [arena.data[done:]], at + done)
+            if not n:
+                raise BadFile("it is too short")
+            done += n
+        at += nbytes
+        offset = 0
+        for size in sizes[first:end]:
+            images.append(arena[offset : offset + size])
+            checks.append(zlib.crc32(images[-1].data))
+            offset += size
+    return images, checks
 
 
 def _image(file: BufferedReader, nbytes: int) -> Image:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kslserve.errors import UsageError
+from kslserve.sched.cache import diskstore
 from kslserve.sched.cache.checkpoint import Kind
 from kslserve.sched.cache.diskstore import BadFile, DiskCopy, DiskStore, StateSizes
 
@@ -117,7 +118,12 @@ def test_an_engine_without_a_head_reads_files_of_one_with_it(tmp_path: Path) -> 
             DiskStore(str(tmp_path), sizes).read(own, TOKENS)
 
 
-def test_every_damaged_byte_is_seen(tmp_path: Path) -> None:
+@pytest.mark.parametrize("help_bytes", [diskstore.HELP_BYTES, 1])
+def test_every_damaged_byte_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, help_bytes: int
+) -> None:
+    """Also where a second thread reads half of a file."""
+    monkeypatch.setattr(diskstore, "HELP_BYTES", help_bytes)
     copy = written(tmp_path)
     store = DiskStore(str(tmp_path), SIZES)
     whole = copy.path.read_bytes()
@@ -137,6 +143,37 @@ def test_every_damaged_byte_is_seen(tmp_path: Path) -> None:
     assert store.scan().bad == 1
     copy.path.write_bytes(whole)
     store.read(copy, TOKENS)
+
+
+@pytest.mark.parametrize("arena_bytes", [1, 30, 50, 1000])
+@pytest.mark.parametrize("block_bytes", [7, 64, 500])
+def test_halves_and_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arena_bytes: int, block_bytes: int
+) -> None:
+    """However images are put together and shared out, they come back as they were, and images that
+    were exchanged do not."""
+    monkeypatch.setattr(diskstore, "HELP_BYTES", 1)
+    monkeypatch.setattr(diskstore, "ARENA_BYTES", arena_bytes)
+    rng = np.random.default_rng(block_bytes)
+    for n in (1, 2, 3, 9):
+        sizes = replace(SIZES, block_bytes=block_bytes)
+        store = DiskStore(str(tmp_path), sizes)
+        tokens = np.arange(16 * n, dtype=np.int32)
+        slab = rng.integers(0, 256, 40, np.uint8)
+        blocks = [rng.integers(0, 256, block_bytes, np.uint8) for _ in range(n)]
+        copy = store.write(tokens, Kind.STABLE, slab, blocks)
+        read_slab, read_blocks = store.read(copy, tokens)
+        assert np.array_equal(read_slab, slab)
+        assert all(np.array_equal(a, b) for a, b in zip(read_blocks, blocks, strict=True))
+        raw = copy.path.read_bytes()
+        first = len(raw) - n * block_bytes
+        for at in range(n - 1):
+            begin, middle = first + at * block_bytes, first + (at + 1) * block_bytes
+            end = middle + block_bytes
+            other = raw[:begin] + raw[middle:end] + raw[begin:middle] + raw[end:]
+            copy.path.write_bytes(other)
+            with pytest.raises(BadFile, match="checksum"):
+                store.read(copy, tokens)
 
 
 def test_leftovers_links_and_strangers(tmp_path: Path) -> None:

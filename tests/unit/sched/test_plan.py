@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kslserve.sched.plan import CHUNK_MIN, CHUNK_START, Budget, WaveCost, share
+from kslserve.sched.plan import ALONE_START, CHUNK_MIN, CHUNK_START, Budget, WaveCost, share
 
 LEFT = st.lists(st.one_of(st.just(0), st.integers(1, 300)), min_size=1, max_size=12)
 
@@ -83,7 +83,7 @@ def test_waves_without_decode_rows_may_take_the_whole_gap(base: float, slope: fl
 
 def test_chunk_halves_when_a_wave_is_too_long() -> None:
     cost = WaveCost(50.0, 250.0, 512)
-    assert cost.chunk == CHUNK_START
+    assert (cost.chunk, cost.alone) == (CHUNK_START, ALONE_START)
     cost.observe(64, 64, 500.0)
     assert cost.chunk == 32
     for _ in range(5):
