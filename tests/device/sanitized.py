@@ -26,9 +26,10 @@ import numpy as np
 
 from bench.ncu import read
 from kslserve.core.sampling import SamplingParams
-from kslserve.engine.cuda import CudaLibrary, load_library
+from kslserve.engine.cuda import CudaLibrary, find_library, load_library
 from kslserve.engine.model import FILL_UNIFORM, Fill, ModelSpec, TensorArg
 from kslserve.engine.types import Draft, OpKind, Row, RowKind, StateOp
+from tests.device.races import Code, findings
 from tests.device.shapes import spec_named
 from tests.native.driver import Driver, Stream
 from tests.tiny import tiny_arrays, tiny_tensors
@@ -36,10 +37,6 @@ from tests.tiny import tiny_arrays, tiny_tensors
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("memcheck", "racecheck")
 PROGRAM = "compute-sanitizer"
-# Kernels of wide products run in clusters. There racecheck takes what bulk copies bring for
-# unordered with its readers, although these wait for the barrier that the copies complete on; the
-# same in kernels without clusters it understands.
-NO_RACES = re.compile(r"Race reported between Write access at void ksl::<unnamed>::wide8?<")
 # Keys behind some rows: enough to divide tiles; plain attention needs few.
 PLAIN_DEPTH, DEPTH = 300, 2000
 IDS = np.random.default_rng(4).integers(0, 199, 80).astype(np.int32)
@@ -163,17 +160,11 @@ def under(tool: str) -> str:
     text = done.stdout + done.stderr
     assert done.returncode == 0, text[-4000:]
     assert "SUMMARY: " in text
-    found = findings(text)
+    library = find_library()
+    assert library is not None
+    found = findings(text, Code(library).at)
     assert not found, f"{found}: {text[-4000:]}"
     return text
-
-
-def findings(text: str) -> list[str]:
-    """Errors and hazards in what a tool printed, but those that are none."""
-    errors = re.findall(
-        r"^={9} (?:Error|Invalid|Program hit|Warning|Uninit).*$", text, re.MULTILINE
-    )
-    return [error for error in errors if not NO_RACES.search(error)]
 
 
 def missing() -> set[str]:
