@@ -7,9 +7,9 @@
 // in ascending order by multiply-add, first within kScaleBlock columns, so a column's bits do not
 // depend on how many columns or rows a call has.
 //
-// Few columns: a panel is expanded in registers and used once, for more columns again for each part
-// of them. Many columns: panels are expanded block by block into L1 and used for all columns of a
-// chunk.
+// Few columns: a panel is expanded in registers and used once. Many columns: in parts, each of
+// which expands it again; or where that is dear (kIntTiles), panels are expanded block by block
+// into L1 and used for all columns of a chunk.
 #include "kernels.h"
 
 namespace ksl {
@@ -19,6 +19,7 @@ enum {
   kActQuads = kActBlock / 4,
   kActGroups = kActBlock / kGroup,
   kChunkColumns = 32 * kIntTileColumns,  // columns that share an expanded block
+  kPartedColumns = 128,                  // columns that stay in L2 while panels pass
 };
 
 template <class D>
@@ -403,13 +404,20 @@ static void gemm_int_of(const Matrix *w, const IntInput &in, int n, int r0, int 
                         size_t ys) {
   const int p0 = r0 / kPanel, p1 = (r1 + kPanel - 1) / kPanel;
   if (n <= kIntDirectColumns) return int_few<D, true>(w, in, n, p0, p1, y, ys);
-  if (n > kIntPartedColumns) return int_tiled<D>(w, in, n, p0, p1, y, ys);
-  // A panel for a part of the columns after the other: it comes from memory for the first one only.
-  const int parts = (n + kIntDirectColumns - 1) / kIntDirectColumns;
-  for (int panel = p0; panel < p1; panel++) {
-    for (int i = 0; i < parts; i++) {
-      const int c = n * i / parts, end = n * (i + 1) / parts;
-      int_few<D, false>(w, {in.x + c, in.stride}, end - c, panel, panel + 1, y + c * ys, ys);
+  if constexpr (kIntTiles) {
+    int_tiled<D>(w, in, n, p0, p1, y, ys);
+  } else {
+    // A panel for a part of the columns after the other: it comes from memory for the first one
+    // only.
+    for (int column = 0; column < n; column += kPartedColumns) {
+      const int columns = n - column < kPartedColumns ? n - column : (int)kPartedColumns;
+      const int parts = (columns + kIntDirectColumns - 1) / kIntDirectColumns;
+      for (int panel = p0; panel < p1; panel++) {
+        for (int i = 0; i < parts; i++) {
+          const int c = column + columns * i / parts, end = column + columns * (i + 1) / parts;
+          int_few<D, false>(w, {in.x + c, in.stride}, end - c, panel, panel + 1, y + c * ys, ys);
+        }
+      }
     }
   }
 }

@@ -32,12 +32,12 @@ constexpr int direct_panels(int columns) {
   return columns == 1 ? 4 : 2;
 }
 enum { kDirectColumns = 4, kTilePanels = 2, kTileColumns = 12 };
-// The same of the integer product, where a direct pass takes one panel.
-enum { kIntDirectColumns = 8, kIntTilePanels = 2, kIntTileColumns = 6 };
-// The most columns of which parts are multiplied in turn, instead of tiles.
-enum { kIntPartedColumns = 64 };
+// The same of the integer product, where a direct pass takes one panel. Looking codes up is so
+// cheap that direct passes over parts of many columns, whose sums stay in registers, beat tiles.
+constexpr bool kIntTiles = false;
+enum { kIntDirectColumns = 8, kIntTilePanels = 1, kIntTileColumns = 1 };
 // Of tiles whose weights have a scale per group, which keep more sums.
-enum { kIntGroupPanels = 2, kIntGroupColumns = 4 };
+enum { kIntGroupPanels = 1, kIntGroupColumns = 1 };
 // Vectors of value columns that one token's delta rule takes together.
 enum { kStepVectors = 8 };
 // Heads handled together in attention; heads and keys whose scores are computed together.

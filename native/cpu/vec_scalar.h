@@ -30,9 +30,8 @@ constexpr int direct_panels(int columns) {
 }
 enum { kDirectColumns = 1, kTilePanels = 1, kTileColumns = 2 };
 // The same of the integer product, where a direct pass takes one panel.
+constexpr bool kIntTiles = true;
 enum { kIntDirectColumns = 1, kIntTilePanels = 1, kIntTileColumns = 2 };
-// The most columns of which parts are multiplied in turn, instead of tiles.
-enum { kIntPartedColumns = 1 };
 // Of tiles whose weights have a scale per group, which keep more sums.
 enum { kIntGroupPanels = 1, kIntGroupColumns = 2 };
 // Vectors of value columns that one token's delta rule takes together.
