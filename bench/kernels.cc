@@ -350,7 +350,7 @@ double scan_seconds(int heads, int dk, int dv, int n) {
       else
         kernels->delta_scan(q, k, key, t->v + at, t->out + at, value, value, t->decay + head,
                             t->beta + head, (size_t)t->heads, t->n, t->dk, (size_t)t->dv, width,
-                            state, true, nullptr, 0, 0, nullptr, nullptr);
+                            state, state, nullptr, 0, 0, nullptr, nullptr);
     }
   };
   const double seconds =

@@ -24,6 +24,7 @@ _HEAD_BATCH = 32  # columns that the output head takes at once
 _ATTENTION_QUERIES = 256
 _TILE_KEYS = 64
 _DRAFTS_MAX = 16
+_SPARE_BYTES = 64 << 20  # most that the states of rows with drafts may take beside their slabs
 _MTP_WAITING = 64  # columns whose MTP keys and values may be made later
 _BIAS_MAX = 1024
 
@@ -151,6 +152,10 @@ def workspace_bytes(
         inputs += [value_width] if linear_layers else []
         inputs += [query] if kv_layers(spec) else []
         total += wave_columns * quantized_bytes(max(inputs))
+    if kv_format != "int8ring_int4" and linear_layers:
+        # The state of rows with drafts behind them, if all are accepted.
+        slab = slab_bytes(spec)
+        total += min(slots, _SPARE_BYTES // slab) * slab
     if kv_format == "int8ring_int4":  # rows on their way into the ring
         layers = kv_layers(spec) - spec.mtp_layers
         total += (wave_columns + kept * layers) * _int8_position_bytes(spec)

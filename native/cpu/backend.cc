@@ -38,6 +38,15 @@ uint8_t *block_part(const Backend *b, const ksl_op *op) {
   return b->blocks + op->a * b->block_bytes + op->b;
 }
 
+// Slabs that lie side by side in one piece, for the pages that two of them share.
+void drop_slabs(Backend *b, int first, int n) {
+  for (int i = first, next; i < first + n; i = next) {
+    next = i + 1;
+    while (next < first + n && slab_at(b, next) == slab_at(b, next - 1) + b->slab_floats) next++;
+    alloc_discard(slab_at(b, i), (next - i) * b->slab_floats * sizeof(float));
+  }
+}
+
 void run_op(Backend *b, const ksl_op *op) {
   const size_t slab_bytes = b->image_floats * sizeof(float);
   switch (op->kind) {
@@ -85,7 +94,7 @@ void run_op(Backend *b, const ksl_op *op) {
       break;
     }
     case KSL_OP_DROP_SLABS:
-      alloc_discard(slab_at(b, op->a), op->n * b->slab_floats * sizeof(float));
+      drop_slabs(b, op->a, op->n);
       break;
     case KSL_OP_DROP_BLOCKS:
       alloc_discard(b->blocks + op->a * b->block_bytes, op->n * b->block_bytes);
@@ -99,7 +108,7 @@ void run_op(Backend *b, const ksl_op *op) {
 
 int plan_rows(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
   Batch *batch = &b->trunk;
-  int columns = 0, kept = 0;
+  int columns = 0, kept = 0, spares = 0;
   b->n_rows = wave->n_rows;
   for (int i = 0; i < wave->n_rows; i++) {
     const ksl_row *row = &wave->rows[i];
@@ -110,7 +119,7 @@ int plan_rows(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
     plan->slot = &b->slots[row->slot];
     plan->slab = slab_at(b, row->slab);
     plan->column = columns;
-    plan->keep = -1;
+    plan->keep = plan->spare = -1;
     plan->done->position = row->start;
     SlotState *slot = plan->slot;
     const RowTokens tokens = row_tokens(wave, row, slot);
@@ -123,6 +132,7 @@ int plan_rows(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
     if (row->kind == KSL_ROW_VERIFY && n > 1) {
       plan->keep = kept;
       kept += n;
+      if (spares < b->n_spares) plan->spare = spares++;
     }
     if (columns + n > b->config->wave_columns || kept > b->keep_columns) {
       return fail(error, KSL_FATAL, "Wave %llu has more columns than the engine was opened with.",

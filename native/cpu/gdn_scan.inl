@@ -69,14 +69,14 @@ KSL_INLINE void scan_token(const float *k, const float *q, const float *next, V 
 template <int N>
 static void scan(const float *q, const float *k, size_t qk_stride, const float *v, float *out,
                  size_t v_stride, size_t out_stride, const float *decay, const float *beta,
-                 size_t g_stride, int n, int dk, size_t dv, int nv, float *state, bool commit,
-                 float *delta, size_t delta_stride, int n_cuts, const int *cut_at,
+                 size_t g_stride, int n, int dk, size_t dv, int nv, const float *state,
+                 float *after, float *delta, size_t delta_stride, int n_cuts, const int *cut_at,
                  float *const *cut_state) {
   alignas(64) float block[kMaxKeyDim * N * 16];
-  // The last token may write the slab itself instead of the block.
-  const bool last_in_place = commit && nv == 16 * N && (n_cuts == 0 || cut_at[n_cuts - 1] != n);
+  // The last token may write where its state goes instead of the block.
+  const bool last_out = after && nv == 16 * N && (n_cuts == 0 || cut_at[n_cuts - 1] != n);
   // A single token needs no block at all: the slab's lines are in L1 for its second reading.
-  const bool copied = n > 1 || !last_in_place;
+  const bool copied = n > 1 || !last_out;
   V predicted[N];
   for (int j = 0; j < N; j++) predicted[j] = v_zero();
   for (int i = 0; i < dk; i++) {
@@ -99,16 +99,16 @@ static void scan(const float *q, const float *k, size_t qk_stride, const float *
     if (t + 1 < n)
       scan_token<N, true>(kt, qt, kt + qk_stride, g, d, dk, block, 16 * N, block, 16 * N, o,
                           predicted);
-    else if (last_in_place)
+    else if (last_out)
       scan_token<N, false>(kt, qt, nullptr, g, d, dk, copied ? block : state, copied ? 16 * N : dv,
-                           state, dv, o, predicted);
+                           after, dv, o, predicted);
     else
       scan_token<N, false>(kt, qt, nullptr, g, d, dk, block, 16 * N, block, 16 * N, o, predicted);
     for (int j = 0; j < N; j++) scan_store(out + t * out_stride, o[j], j, nv);
     for (; cut < n_cuts && cut_at[cut] == t + 1; cut++)
       scan_copy_out<N>(block, dk, dv, nv, cut_state[cut]);
   }
-  if (commit && !last_in_place) scan_copy_out<N>(block, dk, dv, nv, state);
+  if (after && !last_out) scan_copy_out<N>(block, dk, dv, nv, after);
 }
 
 // One token, in place, for 16 N columns: lines come and go in order, as the memory's own prefetcher
@@ -136,16 +136,16 @@ static void scan_step(const float *q, const float *k, const float *v, float *out
 
 static void delta_scan(const float *q, const float *k, size_t qk_stride, const float *v, float *out,
                        size_t v_stride, size_t out_stride, const float *decay, const float *beta,
-                       size_t g_stride, int n, int dk, size_t dv, int nv, float *state, bool commit,
-                       float *delta, size_t delta_stride, int n_cuts, const int *cut_at,
-                       float *const *cut_state) {
+                       size_t g_stride, int n, int dk, size_t dv, int nv, const float *state,
+                       float *after, float *delta, size_t delta_stride, int n_cuts,
+                       const int *cut_at, float *const *cut_state) {
   if (n <= 0) return;
   if (nv <= 16)
     scan<1>(q, k, qk_stride, v, out, v_stride, out_stride, decay, beta, g_stride, n, dk, dv, nv,
-            state, commit, delta, delta_stride, n_cuts, cut_at, cut_state);
+            state, after, delta, delta_stride, n_cuts, cut_at, cut_state);
   else
     scan<2>(q, k, qk_stride, v, out, v_stride, out_stride, decay, beta, g_stride, n, dk, dv, nv,
-            state, commit, delta, delta_stride, n_cuts, cut_at, cut_state);
+            state, after, delta, delta_stride, n_cuts, cut_at, cut_state);
 }
 
 // R rows of the state through all tokens, in registers.
@@ -203,8 +203,8 @@ static void delta_step(const float *q, const float *k, const float *v, float *ou
                             c + 32 * kStepVectors <= nv ? state + c + 16 * kStepVectors : next);
   for (; c < nv; c += kScanColumns)
     delta_scan(q, k, 0, v + c, out + c, 0, 0, &decay, &beta, 0, 1, dk, dv,
-               nv - c < kScanColumns ? nv - c : (int)kScanColumns, state + c, true, nullptr, 0, 0,
-               nullptr, nullptr);
+               nv - c < kScanColumns ? nv - c : (int)kScanColumns, state + c, state + c, nullptr, 0,
+               0, nullptr, nullptr);
 }
 
 }  // namespace

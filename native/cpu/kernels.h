@@ -106,13 +106,14 @@ struct Kernels {
   // kMaxKeyDim. Columns are independent of each other.
   //   q, k: token t at q + t * qk_stride, [dk]; v, out: token t at v + t * v_stride, already offset
   //   to v0; decay, beta: token t at decay + t * g_stride. state: [dk][dv] of this head, row stride
-  //   dv, offset to v0; read at the start and, if `commit`, written at the end. cuts: after token
-  //   cut_at[i] (1-based count, ascending) the columns are also stored at cut_state[i] (same
-  //   layout). delta: null, or token t's correction goes to delta + t * delta_stride, for a replay.
+  //   dv, offset to v0; read at the start. after: null, or where the state after the last token
+  //   goes (same layout), which may be `state`. cuts: after token cut_at[i] (1-based count,
+  //   ascending) the columns are also stored at cut_state[i]. delta: null, or token t's correction
+  //   goes to delta + t * delta_stride, for a replay.
   void (*delta_scan)(const float *q, const float *k, size_t qk_stride, const float *v, float *out,
                      size_t v_stride, size_t out_stride, const float *decay, const float *beta,
-                     size_t g_stride, int n, int dk, size_t dv, int nv, float *state, bool commit,
-                     float *delta, size_t delta_stride, int n_cuts, const int *cut_at,
+                     size_t g_stride, int n, int dk, size_t dv, int nv, const float *state,
+                     float *after, float *delta, size_t delta_stride, int n_cuts, const int *cut_at,
                      float *const *cut_state);
   // What the scan does to the state, from the corrections that it left: bit for bit, at a fraction
   // of its cost. n may be any number of its first tokens, nv any number of columns.

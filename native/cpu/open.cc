@@ -80,7 +80,8 @@ int make_pools(Backend *b, ksl_error *error) {
   b->ring_offset = b->hidden_offset + budget.hidden_floats;
   b->image_floats = b->ring_offset + budget.ring_bytes / sizeof(float);
   b->slab_floats = padded(b->image_floats);
-  b->slabs = own_floats(b, b->slab_floats * config->slabs);
+  float *slabs = own_floats(b, b->slab_floats * config->slabs);
+  b->places = static_cast<float **>(own_bytes(b, config->slabs * sizeof(float *)));
 
   const KvRow row = kv_row(config->kv_format, spec->head_dim);
   const int row_bytes[kKvPlanes] = {row.k, row.k_scale, row.v, row.v_scale};
@@ -102,9 +103,10 @@ int make_pools(Backend *b, ksl_error *error) {
   const size_t entries = static_cast<size_t>(config->slots) * config->max_blocks_per_slot;
   b->tables = static_cast<int32_t *>(own_bytes(b, entries * sizeof(int32_t)));
   b->slots = static_cast<SlotState *>(own_bytes(b, config->slots * sizeof(SlotState)));
-  if (!b->slabs || !b->blocks || !b->tables || !b->slots) {
+  if (!slabs || !b->places || !b->blocks || !b->tables || !b->slots) {
     return no_memory(error, "the slabs and KV blocks");
   }
+  for (int i = 0; i < config->slabs; i++) b->places[i] = slabs + i * b->slab_floats;
   memset(b->tables, 0xff, entries * sizeof(int32_t));
   for (int i = 0; i < config->slots; i++) {
     if (!slot_init(&b->slots[i], spec->vocab, budget.forced_capacity, b->alloc)) {
@@ -177,6 +179,17 @@ int make_scratch(Backend *b, ksl_error *error) {
   b->keep_columns = static_cast<int>(most_kept < columns ? most_kept : columns);
   b->keep_floats = b->conv_stride + b->head_stride + b->key_stride + b->value_stride;
   b->keep = own_floats(b, b->keep_floats * b->keep_columns * spec->linear_layers);
+
+  // The recent rows of a ring move on behind the layers, so a slab that has one stays.
+  const size_t slab_bytes = b->slab_floats * sizeof(float);
+  if (spec->linear_layers && !b->ring_tokens) {
+    const size_t fit = kSpareBytes / slab_bytes, slots = b->config->slots;
+    b->n_spares = static_cast<int>(fit < slots ? fit : slots);
+  }
+  float *spares = own_floats(b, b->slab_floats * b->n_spares);
+  b->spares = static_cast<float **>(own_bytes(b, b->n_spares * sizeof(float *)));
+  if (!spares || !b->spares) return no_memory(error, "the spare slabs");
+  for (int i = 0; i < b->n_spares; i++) b->spares[i] = spares + i * b->slab_floats;
 
   const int group = spec->kv_layers ? spec->heads / spec->kv_heads : 1;
   const size_t query = spec->kv_layers ? static_cast<size_t>(group) * spec->head_dim : 0;

@@ -56,6 +56,16 @@ void convolve(const Backend *b, const LinearWeights *w, const float *columns, si
   b->kernels->conv_silu(window, w->taps + c0, channels, width, out + c0);
 }
 
+// Where a row with drafts leaves the state that follows if all are accepted; null: nowhere.
+float *spare_of(const Backend *b, const RowPlan *row) {
+  return row->spare < 0 ? nullptr : b->spares[row->spare];
+}
+
+// Whether its kept columns are to be replayed.
+bool is_replayed(const RowPlan *row) {
+  return row->keep >= 0 && (row->spare < 0 || row->committed < row->n);
+}
+
 // Whether a row is one committed token, which is made in place.
 bool is_step(const RowPlan *row) {
   return row->n == 1 && row->keep < 0 && row->n_cuts == 0;
@@ -71,6 +81,10 @@ void convolve_row(const Backend *b, const LayerTask *t, const RowPlan *row, int 
              b->conv + (row->column + j) * b->conv_stride);
   }
   if (row->keep >= 0) {
+    if (float *spare = spare_of(b, row)) {
+      push_history(columns, b->conv_stride, history, channels, row->n, c0, width,
+                   slab_history(b, spare, t->linear));
+    }
     for (int j = 0; j < row->n; j++) {
       memcpy(kept_column(b, t->linear, row->keep + j) + c0, columns + j * b->conv_stride + c0,
              width * sizeof(float));
@@ -200,16 +214,20 @@ ScanBlock scan_block(const ModelSpec *s, int item, int most = 1) {
   return block;
 }
 
-// A block through the columns of one row. A row with drafts leaves the state and its corrections.
+// A block through the columns of one row. A row with drafts leaves the state, and the one that
+// follows if all of them are accepted in its spare slab, and its corrections.
 void scan_row(Backend *b, const RowPlan *row, int linear, const ScanBlock *block) {
   const ModelSpec *s = b->spec;
   const int keys = s->lin_key_heads * s->lin_key_dim;
   const size_t c = row->column;
   const float *conv = b->conv + c * b->conv_stride;
   const float *q = conv + block->keys;
-  const bool commit = row->keep < 0;
-  float *delta =
-      commit ? nullptr : kept_column(b, linear, row->keep) + kept_delta(b) + block->values;
+  float *state = slab_state(b, row->slab, linear) + block->state, *after = state, *delta = nullptr;
+  if (row->keep >= 0) {
+    float *spare = spare_of(b, row);
+    after = spare ? slab_state(b, spare, linear) + block->state : nullptr;
+    delta = kept_column(b, linear, row->keep) + kept_delta(b) + block->values;
+  }
   float *cut_state[KSL_MAX_CUTS];
   for (int k = 0; k < row->n_cuts; k++) {
     cut_state[k] = slab_state(b, row->cut_slab[k], linear) + block->state;
@@ -218,8 +236,7 @@ void scan_row(Backend *b, const RowPlan *row, int linear, const ScanBlock *block
                          b->core + c * b->value_stride + block->values, b->conv_stride,
                          b->value_stride, b->decay + c * b->head_stride + block->head,
                          b->beta + c * b->head_stride + block->head, b->head_stride, row->n,
-                         s->lin_key_dim, s->lin_value_dim, block->width,
-                         slab_state(b, row->slab, linear) + block->state, commit, delta,
+                         s->lin_key_dim, s->lin_value_dim, block->width, state, after, delta,
                          b->keep_floats, row->n_cuts, row->cut_offset, cut_state);
 }
 
@@ -298,7 +315,7 @@ void commit_task(void *context, int, int begin, int end) {
     taken = (block.width + kScanColumns - 1) / kScanColumns;
     for (int r = 0; r < b->n_rows; r++) {
       const RowPlan *row = &b->rows[r];
-      if (row->keep < 0) continue;
+      if (!is_replayed(row)) continue;
       const float *kept = kept_column(b, linear, row->keep);
       b->kernels->delta_replay(kept + kept_keys(b) + block.keys, b->keep_floats,
                                kept + kept_delta(b) + block.values, b->keep_floats,
@@ -373,7 +390,17 @@ void stage_gdn_out(void *context, int layer) {
 void gdn_commit_kept(Backend *b) {
   int64_t columns = 0;
   for (int r = 0; r < b->n_rows; r++) {
-    if (b->rows[r].keep >= 0) columns += b->rows[r].committed;
+    RowPlan *row = &b->rows[r];
+    if (is_replayed(row)) {
+      columns += row->committed;
+    } else if (row->keep >= 0) {
+      // The spare slab is the slab from now on.
+      float **place = &b->places[row->row->slab], **spare = &b->spares[row->spare];
+      memcpy(slab_hidden(b, *spare), slab_hidden(b, *place), b->spec->hidden * sizeof(float));
+      row->slab = *spare;
+      *spare = *place;
+      *place = row->slab;
+    }
   }
   if (!columns || !b->spec->linear_layers) return;
   const int64_t per_token = static_cast<int64_t>(b->spec->v_width) * b->spec->lin_key_dim * 4;

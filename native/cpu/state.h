@@ -21,8 +21,9 @@ enum {
   kGateCost = 24,
   kConvCost = 48,
   kHistory = kConvTaps - 1,
-  kKvPlanes = 4,         // K values, K scales, V values, V scales
-  kMinBlockTokens = 16,  // the smallest block (budget.cc)
+  kSpareBytes = 64 << 20,  // most that spare slabs take
+  kKvPlanes = 4,           // K values, K scales, V values, V scales
+  kMinBlockTokens = 16,    // the smallest block (budget.cc)
 };
 
 struct LinearWeights {
@@ -65,6 +66,7 @@ struct RowPlan {
   int column;     // its first column
   int n;          // columns, fewer than asked where drafts are missing; 0: it does nothing
   int keep;       // first of its kept columns, -1: the state is committed as it is computed
+  int spare;      // its spare slab, -1: none
   int committed;  // columns whose state the slab has in the end
   bool ended;     // no more of its columns are sampled
   int n_cuts;     // ascending offsets; VERIFY rows have none
@@ -116,7 +118,10 @@ struct Backend {
   size_t state_layer, conv_layer;     // of one linear layer in a slab
   size_t conv_offset, hidden_offset;  // in a slab
   size_t image_floats, slab_floats;   // of its image (budget.h) and in the pool
-  float *slabs;
+  // Where slabs are: they change places with the spare ones that rows with drafts leave the state
+  // in that follows if all are accepted.
+  float **places, **spares;  // [slabs], [n_spares]
+  int n_spares;
   uint8_t *blocks;
   // Of the planes of a layer in a block (budget.h), in bytes: where each begins, its rows.
   size_t kv_offset[kKvPlanes], kv_bytes[kKvPlanes];
@@ -241,7 +246,7 @@ inline float *slab_hidden(const Backend *b, float *slab) {
   return slab + b->hidden_offset;
 }
 inline float *slab_at(const Backend *b, int index) {
-  return b->slabs + index * b->slab_floats;
+  return b->places[index];
 }
 
 // Where a position is: a layer's part of its block, and the row of its first head there.

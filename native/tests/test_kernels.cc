@@ -614,13 +614,14 @@ ScanCase random_scan(int n, int dk, int dv) {
 
 // Tokens [t0, t1) for value columns [v0, v0 + nv).
 void run_scan(const Kernels &k, const ScanCase &s, int t0, int t1, int v0, int nv, Floats &out,
-              Floats &state, bool commit, int n_cuts = 0, const int *cut_at = nullptr,
+              const Floats &state, Floats *after, int n_cuts = 0, const int *cut_at = nullptr,
               float *const *cut_state = nullptr, float *delta = nullptr) {
   k.delta_scan(&s.q[t0 * s.qk_stride], &s.k[t0 * s.qk_stride], s.qk_stride,
                &s.v[t0 * s.v_stride + v0], &out[t0 * s.out_stride + v0], s.v_stride, s.out_stride,
                &s.decay[t0 * s.g_stride], &s.beta[t0 * s.g_stride], s.g_stride, t1 - t0, s.dk, s.dv,
-               nv, &state[v0], commit, delta ? delta + t0 * s.v_stride + v0 : nullptr, s.v_stride,
-               n_cuts, cut_at, cut_state);
+               nv, &state[v0], after ? &(*after)[v0] : nullptr,
+               delta ? delta + t0 * s.v_stride + v0 : nullptr, s.v_stride, n_cuts, cut_at,
+               cut_state);
 }
 
 void test_scan(const Kernels &k, int n, int dk, int dv) {
@@ -639,7 +640,7 @@ void test_scan(const Kernels &k, int n, int dk, int dv) {
   }
   Floats whole(n * s.out_stride, 9.0f), after(s.state);
   for (int v0 = 0; v0 < dv; v0 += 32)
-    run_scan(k, s, 0, n, v0, dv - v0 < 32 ? dv - v0 : 32, whole, after, true);
+    run_scan(k, s, 0, n, v0, dv - v0 < 32 ? dv - v0 : 32, whole, after, &after);
   for (int t = 0; t < n; t++) {
     for (int c = 0; c < dv; c++)
       close_to(whole[t * s.out_stride + c], expected[(size_t)t * dv + c], 1, "delta_scan", n, t);
@@ -655,7 +656,7 @@ void test_scan(const Kernels &k, int n, int dk, int dv) {
       if (nv > dv - v0) nv = dv - v0;
       for (int t = 0; t < n;) {
         const int end = round == 0 ? t + 1 : t + 1 + below(n - t);
-        run_scan(k, s, t, end, v0, nv, out, cut, true);
+        run_scan(k, s, t, end, v0, nv, out, cut, &cut);
         t = end;
       }
       v0 += nv;
@@ -681,11 +682,12 @@ void test_scan(const Kernels &k, int n, int dk, int dv) {
   Floats delta(n * s.v_stride, 9.0f);
   for (int kept : {n, 1 + below(n)}) {
     Floats out(n * s.out_stride), untouched(s.state), scanned(s.state), replayed(s.state);
+    Floats elsewhere(s.state.size());
     for (int v0 = 0; v0 < dv;) {
       int nv = 1 + below(32);
       if (nv > dv - v0) nv = dv - v0;
-      run_scan(k, s, 0, n, v0, nv, out, untouched, false, 0, nullptr, nullptr, delta.data());
-      run_scan(k, s, 0, kept, v0, nv, out, scanned, true);
+      run_scan(k, s, 0, n, v0, nv, out, untouched, &elsewhere, 0, nullptr, nullptr, delta.data());
+      run_scan(k, s, 0, kept, v0, nv, out, scanned, &scanned);
       k.delta_replay(s.k.data(), s.qk_stride, &delta[v0], s.v_stride, s.decay.data(), s.g_stride,
                      kept, dk, dv, nv, &replayed[v0]);
       v0 += nv;
@@ -694,6 +696,8 @@ void test_scan(const Kernels &k, int n, int dk, int dv) {
           "delta_replay of %d of %d tokens differs from the scan", kept, n);
     check(same_bits(untouched.data(), s.state.data(), s.state.size()),
           "delta_scan with deltas changed the state");
+    check(same_bits(elsewhere.data(), after.data(), after.size()),
+          "delta_scan of %d tokens leaves another state elsewhere", n);
     check(delta[dv] == 9.0f, "delta_scan wrote corrections behind its columns");
   }
   int cut_at[3] = {1, 1 + n / 2, n};
@@ -702,14 +706,15 @@ void test_scan(const Kernels &k, int n, int dk, int dv) {
   const int cuts = n >= 4 ? 3 : 1;
   for (int v0 = 0; v0 < dv; v0 += 32) {
     float *const at[3] = {&snapshots[0][v0], &snapshots[1][v0], &snapshots[2][v0]};
-    run_scan(k, s, 0, n, v0, dv - v0 < 32 ? dv - v0 : 32, out, untouched, false, cuts, cut_at, at);
+    run_scan(k, s, 0, n, v0, dv - v0 < 32 ? dv - v0 : 32, out, untouched, nullptr, cuts, cut_at,
+             at);
   }
   check(same_bits(untouched.data(), s.state.data(), s.state.size()),
-        "delta_scan without commit changed the state");
+        "delta_scan changed a state that it only reads");
   for (int i = 0; i < cuts; i++) {
     Floats prefix(s.state);
     for (int v0 = 0; v0 < dv; v0 += 32)
-      run_scan(k, s, 0, cut_at[i], v0, dv - v0 < 32 ? dv - v0 : 32, out, prefix, true);
+      run_scan(k, s, 0, cut_at[i], v0, dv - v0 < 32 ? dv - v0 : 32, out, prefix, &prefix);
     check(same_bits(prefix.data(), snapshots[i].data(), prefix.size()),
           "delta_scan: cut after %d of %d differs from that prefix", cut_at[i], n);
   }

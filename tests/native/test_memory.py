@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kslserve.engine.types import OpKind, StateOp
-from tests.native.driver import Driver, Refused
+from tests.native.driver import Driver, Refused, Stream
 from tests.tiny import tiny_arrays, tiny_spec, tiny_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,6 +79,28 @@ def test_dropped_memory_computes_the_same_again(roomy: Driver) -> None:
     first = answer()
     drop_all_but_one(roomy)
     assert answer() == first
+
+
+def test_slabs_that_changed_places_are_dropped_like_others(roomy: Driver) -> None:
+    def begin() -> tuple[Stream, int]:
+        stream = roomy.begin(0)
+        return stream, stream.last(IDS)
+
+    stream, first = begin()
+    others = stream.decode(6)
+    stream, _ = begin()
+    assert stream.verify(first, others[:4]).accepted == 4  # so it lies where spare ones do
+    rng = np.random.default_rng(2)
+    slabs = rng.integers(1, 255, (3, roomy.info.slab_bytes)).astype(np.uint8)
+    for number, image in enumerate(slabs, start=1):
+        roomy.wave(before=[StateOp(OpKind.LOAD_SLAB, number, data=image)])
+    roomy.wave(before=[StateOp(OpKind.DROP_SLABS, 0, 2)])
+    roomy.wave(before=[StateOp(OpKind.DROP_SLABS, 3, 1)])
+    saved = np.zeros_like(slabs[1])
+    roomy.wave(before=[StateOp(OpKind.SAVE_SLAB, 2, data=saved)])
+    assert np.array_equal(saved, slabs[1])
+    stream, again = begin()
+    assert [again, *stream.decode(6)] == [first, *others]
 
 
 def test_images_come_and_go_in_parts(roomy: Driver) -> None:
