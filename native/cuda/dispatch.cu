@@ -20,15 +20,15 @@ Split split_for(const Group &group, const Split &split) {
 // The form of what norms make for these groups.
 Split normed_split(const Backend *b, const Group &group, const Group *other = nullptr) {
   Split split = b->hidden_split;
-  int packed = 0, plain = 0;
+  int packed = 0, halves = 0;
   split.direct = split.groups > 0 && split.e4m3;
   for (const Group *g : {&group, other}) {
     if (g == nullptr) continue;
-    plain += g->n_plain;
+    halves += g->halves.n_parts;
     for (int i = 0; i < g->n_packed; i++, packed++)
       split.direct = split.direct && g->packed[i].encoding == KSL_ENC_E2M3;
   }
-  split.narrow = split.groups > 0 && plain > 0 && b->config->activations == KSL_ACT_AUTO;
+  split.halves = split.groups > 0 && halves > 0;
   return packed > 0 ? split : kNoSplit;
 }
 // Where their float32 form goes; null: nobody reads it.

@@ -279,6 +279,13 @@ int load_group(Loader *in, const Wanted *wanted, int n, int64_t cols, GroupUse u
     if (code) return code;
   }
   if (read_per_token) b->token_bytes += b->weight_bytes - before;
+  if (out->n_packed > 0 && out->n_plain > 0 && packs_bf16(b)) {
+    out->halves = packed_form(KSL_ENC_BF16);
+    if (out->halves.n_parts < out->n_plain)  // others are among them
+      out->halves = Packed{};
+    else
+      return fill_packed(in, tensors, use, &out->halves);
+  }
   return KSL_OK;
 }
 

@@ -21,7 +21,7 @@ struct Split {
   bool e4m3;     // FP6 weights take a panel as e4m3
   bool direct;   // its packed readers all do: who has a whole token writes that at once
   bool scaled;   // a panel is for block_scaled.cuh, and e4m3 is not set
-  bool narrow = false;  // bf16 rows beside packed ones read the panel: it is written even if direct
+  bool halves = false;  // bf16 rows beside packed ones read the panel: it is written even if direct
 };
 
 __host__ __device__ inline Panel panel_of(const Split &split) {

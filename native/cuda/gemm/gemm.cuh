@@ -49,6 +49,7 @@ struct Group {
   Raw plain[kGroupParts];
   int plain_matrix[kGroupParts];
   int n_plain;
+  Packed halves;  // plain bf16 rows beside packed ones again, for the wide kernels; no tiles: none
 };
 
 // Activations of many tokens for block-scaled products, in the memory behind a panel; see

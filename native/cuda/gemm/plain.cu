@@ -43,9 +43,6 @@ PlainArgs plain_args(const Raw *matrices, const Output *outputs, int n, const fl
 bool dense_takes(const Raw &m, int tokens);
 void run_dense(Device *device, const Raw *matrices, const Output *outputs, int n, const float *x,
                int x_stride, int tokens);
-bool narrow_takes(const Raw &m);
-void run_narrow(Device *device, const Raw *matrices, const Output *outputs, int n, const Panel &x,
-                int tokens);
 void wide_product(Device *device, const Packed &m, const Panel &x, const Output *outputs,
                   const PairOutput *pair, int tokens);
 void wide_product8(Device *device, const Packed &m, const Panel8 &x, const Output *outputs,
@@ -58,16 +55,14 @@ void quantize_panel(Device *device, const Panel &from, const Panel8 &to, int pie
 
 void gemm_group(Device *device, const Group &group, const float *x, int x_stride,
                 const Split &split, const Output *outputs, const PairOutput *pair, int tokens) {
-  Raw plain[kGroupParts], dense[kGroupParts], narrow[kGroupParts];
-  Output plain_out[kGroupParts], dense_out[kGroupParts], narrow_out[kGroupParts];
-  int n_plain = 0, n_dense = 0, n_narrow = 0;
-  for (int i = 0; i < group.n_plain; i++) {
+  Raw plain[kGroupParts], dense[kGroupParts];
+  Output plain_out[kGroupParts], dense_out[kGroupParts];
+  int n_plain = 0, n_dense = 0;
+  const bool floats = plain_reads_floats(group, split);
+  for (int i = 0; i < group.n_plain && floats; i++) {
     const Raw &m = group.plain[i];
     const Output &out = outputs[group.plain_matrix[i]];
-    if (split.narrow && narrow_takes(m)) {
-      narrow[n_narrow] = m;
-      narrow_out[n_narrow++] = out;
-    } else if (dense_takes(m, tokens)) {
+    if (dense_takes(m, tokens)) {
       dense[n_dense] = m;
       dense_out[n_dense++] = out;
     } else {
@@ -76,7 +71,8 @@ void gemm_group(Device *device, const Group &group, const float *x, int x_stride
     }
   }
   // First: the panel has just been written.
-  if (n_narrow > 0) run_narrow(device, narrow, narrow_out, n_narrow, panel_of(split), tokens);
+  if (!floats && group.n_plain > 0)
+    wide_product(device, group.halves, panel_of(split), outputs, nullptr, tokens);
   PlainArgs rows = plain_args(plain, plain_out, n_plain, x, x_stride, tokens);
   bool quantized = false;
   for (int i = 0; i < group.n_packed; i++) {
@@ -106,10 +102,7 @@ void gemm_group(Device *device, const Group &group, const float *x, int x_stride
 }
 
 bool plain_reads_floats(const Group &group, const Split &split) {
-  bool reads = false;
-  for (int i = 0; i < group.n_plain; i++)
-    reads = reads || !(split.narrow && narrow_takes(group.plain[i]));
-  return reads;
+  return group.n_plain > 0 && !(split.halves && group.halves.n_parts > 0);
 }
 
 }  // namespace ksl

@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kMost, 1) panel_norm_kernel(const __grid_const
       if (a.out != nullptr)
         *reinterpret_cast<float4 *>(a.out + static_cast<int64_t>(token) * a.out_stride + i) = v;
     }
-  if (!a.split.direct || a.split.narrow) {
+  if (!a.split.direct || a.split.halves) {
     const Panel to = panel_of(a.split);
 #pragma unroll
     for (int k = 0; k < kItems; k++) {
