@@ -3,6 +3,8 @@ lengths, neighbours in the wave, threads, or whether a prefix was prompt or outp
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from kslserve.core.sampling import SamplingParams
 from kslserve.engine.budget import KV_FORMATS
-from kslserve.engine.types import Draft, Row, RowKind
+from kslserve.engine.types import Draft, OpKind, Row, RowKind, StateOp
 from tests.native.conftest import Engines
 from tests.native.driver import ISA_PATHS, Driver
 from tests.tiny import tiny_arrays, tiny_spec, tiny_tensors, wide_spec
@@ -113,6 +115,48 @@ def test_any_batch_mix(
         ids = [alone.last(prompts[i]), *alone.decode(len(out[i]) - 1)]
         assert ids == out[i]
         assert alone.images() == stream.images()
+
+
+@each_path
+@each_form
+@settings(few, max_examples=6)
+@given(n=st.integers(17, 150), seed=st.integers(0, 2**32 - 1), waves=st.integers(1, 4))
+def test_loaded_in_parts(
+    engines: Engines, isa: str, kv: str, arithmetic: str, n: int, seed: int, waves: int
+) -> None:
+    """Images of blocks come in pieces, in any order, before and after the rows of a neighbour, into
+    blocks that held and read something else: what goes on from them is what they were saved of."""
+    rng = np.random.default_rng(seed)
+    driver = engines.get(isa, kv, activations=arithmetic)
+    whole, loaded, other = (driver.begin(slot, sampling=HOT) for slot in range(3))
+    whole.prefill(IDS[:n])
+    loaded.prefill(IDS[80:], [75])  # read once, so nothing of it is left to be encoded
+    blocks = -(-n // driver.block_tokens)
+    pieces = []
+    for source, target in zip(whole.blocks[:blocks], loaded.blocks, strict=False):
+        image = driver.block_image(source)
+        cuts = [0, *np.sort(rng.integers(1, image.size, 2)).tolist(), image.size]
+        pieces += [
+            StateOp(OpKind.LOAD_BLOCK, target, begin, image[begin:end].copy())
+            for begin, end in pairwise(cuts)
+            if begin < end
+        ]
+    order = rng.permutation(len(pieces))
+    other.last(IDS[:5])
+    for part in np.array_split(order, waves):
+        ops = [pieces[i] for i in part]
+        middle = int(rng.integers(0, len(ops) + 1))
+        row = other.row(RowKind.LAST, [-1])
+        done = driver.wave([row], before=ops[:middle], after=ops[middle:])
+        other.position = done.rows[0].position
+    state = driver.slab_image(whole.slab)
+    driver.wave(before=[StateOp(OpKind.LOAD_SLAB, loaded.slab, data=state)])
+    loaded.position = n
+    found = []
+    for stream in (whole, loaded):
+        wave = stream.run(stream.row(RowKind.LAST, IDS[n : n + 9]), ["logits"])
+        found.append((wave.taps["logits"].tobytes(), stream.decode(3), stream.images()))
+    assert found[0] == found[1]
 
 
 @each_path
