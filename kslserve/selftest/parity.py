@@ -1,4 +1,5 @@
-"""A backend against the scalar reference of the CPU: the logits of rows of every kind.
+"""A backend against the scalar reference of the CPU: the logits of rows of every kind; and, as it
+is served, against itself.
 
 Both engines get the same ids, so that a difference shows where it arises and grows no further than
 one sequence. The reference computes in float32, on weights decoded exactly.
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from kslserve.engine.model import ModelSpec, PoolSizes, TensorArg
 from kslserve.engine.native import NativeEngine
 from kslserve.engine.types import Draft, EngineInfo, Row, RowKind
+from kslserve.selftest import served
 from kslserve.selftest.waves import Ids, Waves, given
 
 SIZES = PoolSizes(
@@ -44,7 +46,8 @@ F32 = npt.NDArray[np.float32]
 @dataclass(frozen=True, slots=True)
 class Parity:
     """rows: how the columns were computed. error: relative L2 distance of their logits. limit: of
-    what is right. same_best: share of columns whose best id is the reference's."""
+    what is right. same_best: share of columns whose best id is the reference's. Of `served`: shares
+    of bytes or ids that differ, and that do not."""
 
     rows: str
     error: float
@@ -63,9 +66,10 @@ def compare(
     ids = np.random.default_rng(seed).integers(0, spec.token_limit, LONG + 64).astype(np.int32)
     engine = subject(spec, tensors, SIZES)
     info = engine.info
-    found = asyncio.run(_logits(engine, ids))
-    expected = asyncio.run(_logits(reference(spec, tensors, SIZES), ids))
-    return [_distance(rows, found[rows], expected[rows], limit(info, rows)) for rows in expected]
+    found, same = asyncio.run(_subject(engine, ids))
+    expected = asyncio.run(_reference(reference(spec, tensors, SIZES), ids))
+    near = [_distance(rows, found[rows], expected[rows], limit(info, rows)) for rows in expected]
+    return near + [Parity(s.what, s.differing, 0.0, 1.0 - s.differing) for s in same]
 
 
 def limit(info: EngineInfo, rows: str) -> float:
@@ -89,39 +93,48 @@ def _distance(rows: str, found: F32, expected: F32, limit: float) -> Parity:
     return Parity(rows, error, limit, same)
 
 
-async def _logits(engine: NativeEngine, ids: Ids) -> dict[str, F32]:
+async def _subject(engine: NativeEngine, ids: Ids) -> tuple[dict[str, F32], list[served.Sameness]]:
+    with Waves(engine) as waves:
+        return await _logits(waves, ids), await served.compare(waves, ids)
+
+
+async def _reference(engine: NativeEngine, ids: Ids) -> dict[str, F32]:
+    with Waves(engine) as waves:
+        return await _logits(waves, ids)
+
+
+async def _logits(waves: Waves, ids: Ids) -> dict[str, F32]:
     """Logits [columns, vocab] by kind of row, and what the first product gave [columns, width]."""
-    vocab = engine.info.vocab
+    vocab = waves.engine.info.vocab
     out: dict[str, list[F32]] = {}
 
     def keep(rows: str, tap: F32, columns: int = 1) -> None:
         width = vocab if rows != PRODUCTS else len(tap) // columns
         out.setdefault(rows, []).append(tap.reshape(-1, width).copy())
 
-    with Waves(engine) as waves:
-        await waves.begin(range(6))
-        # One sequence token by token; then five at once.
-        for at in range(STEPS):
-            done = await waves.run(rows=[given(0, at, ids[at : at + 1])], taps=("logits",))
-            keep("decode", done.taps["logits"])
-        for at in range(STEPS):
-            rows = [given(slot, at, ids[at + slot : at + slot + 1]) for slot in range(1, 6)]
-            done = await waves.run(rows=rows, taps=("logits",))
-            keep("decode of 5", done.taps["logits"])
-        drafts = ids[STEPS : STEPS + 1 + DRAFTS]
-        row = Row(RowKind.VERIFY, 0, 0, STEPS, len(drafts), drafts, draft=Draft.GIVEN)
-        done = await waves.run(rows=[row], taps=("logits",))
-        keep("drafts", done.taps["logits"])
-        # The forms of matrix kernels: by the number of columns.
-        for n in FORMS:
-            await waves.begin([0])
-            done = await waves.run(rows=[given(0, 0, ids[:n])], taps=("logits", FIRST))
-            keep("short prompts", done.taps["logits"])
-            keep(PRODUCTS, done.taps[FIRST], n)
-        await waves.begin([0, 1])
-        done = await waves.run(rows=[given(0, 0, ids[:LONG])], taps=("logits",))
-        keep("prompt", done.taps["logits"])
-        rows = [given(0, LONG, ids[LONG : LONG + 41]), given(1, 0, ids[:1])]
+    await waves.begin(range(6))
+    # One sequence token by token; then five at once.
+    for at in range(STEPS):
+        done = await waves.run(rows=[given(0, at, ids[at : at + 1])], taps=("logits",))
+        keep("decode", done.taps["logits"])
+    for at in range(STEPS):
+        rows = [given(slot, at, ids[at + slot : at + slot + 1]) for slot in range(1, 6)]
         done = await waves.run(rows=rows, taps=("logits",))
-        keep("prompt beside decode", done.taps["logits"])
+        keep("decode of 5", done.taps["logits"])
+    drafts = ids[STEPS : STEPS + 1 + DRAFTS]
+    row = Row(RowKind.VERIFY, 0, 0, STEPS, len(drafts), drafts, draft=Draft.GIVEN)
+    done = await waves.run(rows=[row], taps=("logits",))
+    keep("drafts", done.taps["logits"])
+    # The forms of matrix kernels: by the number of columns.
+    for n in FORMS:
+        await waves.begin([0])
+        done = await waves.run(rows=[given(0, 0, ids[:n])], taps=("logits", FIRST))
+        keep("short prompts", done.taps["logits"])
+        keep(PRODUCTS, done.taps[FIRST], n)
+    await waves.begin([0, 1])
+    done = await waves.run(rows=[given(0, 0, ids[:LONG])], taps=("logits",))
+    keep("prompt", done.taps["logits"])
+    rows = [given(0, LONG, ids[LONG : LONG + 41]), given(1, 0, ids[:1])]
+    done = await waves.run(rows=rows, taps=("logits",))
+    keep("prompt beside decode", done.taps["logits"])
     return {rows: np.concatenate(parts) for rows, parts in out.items()}

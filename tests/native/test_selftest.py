@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 from kslserve.cli import run as command
 from kslserve.engine.model import ModelSpec, PoolSizes, TensorArg
 from kslserve.engine.native import CPU_LIBRARY, NativeEngine
+from kslserve.engine.types import Draft, Row, RowKind
 from kslserve.errors import EngineError
-from kslserve.selftest import parity
+from kslserve.selftest import parity, served
 from kslserve.selftest.models import SHAPES, random_tensors
+from kslserve.selftest.waves import Waves
 
 ROWS = [
     "decode",
@@ -22,6 +25,8 @@ ROWS = [
     "first product",
     "prompt",
     "prompt beside decode",
+    "unwatched",
+    "own drafts",
 ]
 
 
@@ -53,14 +58,36 @@ def test_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 
     results = parity.compare(swapped, partial(opener, "scalar"), spec, tensors, 3)
     assert [result.rows for result in results] == ROWS
-    # The head is not in the first product.
-    assert [result.rows for result in results if result.right] == [parity.PRODUCTS]
+    # The head is not in the first product, and as wrong unwatched.
+    right = [parity.PRODUCTS, served.UNWATCHED, served.DRAFTED]
+    assert [result.rows for result in results if result.right] == right
     results = parity.compare(partial(opener, "auto"), partial(opener, "scalar"), spec, tensors, 3)
     assert all(result.right and result.same_best == 1 for result in results)
 
     monkeypatch.setattr(parity, "compare", lambda *args: [parity.Parity("decode", 1.0, 0.1, 0.0)])
     assert command(["selftest", "--device", "cpu", "--quick", "--no-bench"]) == 1
     assert "WRONG" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("what", [served.UNWATCHED, served.DRAFTED])
+def test_what_is_served_wrong(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """A backend that takes other ids where nobody watches it, or where it verifies its drafts."""
+    send = Waves.send
+
+    def altered(self: Waves, **parts: Any) -> Any:
+        def other(row: Row) -> Row:
+            if what == served.DRAFTED:
+                return dataclasses.replace(row, tokens=[3]) if row.draft is Draft.OWN else row
+            wrong = not parts.get("taps") and row.kind is RowKind.PREFILL
+            return dataclasses.replace(row, tokens=[5] * row.n) if wrong else row
+
+        return send(self, **{**parts, "rows": [other(row) for row in parts.get("rows", ())]})
+
+    monkeypatch.setattr(Waves, "send", altered)
+    spec = SHAPES["ragged"]
+    tensors = random_tensors(spec, "bf16", 3)
+    results = parity.compare(partial(opener, "auto"), partial(opener, "scalar"), spec, tensors, 3)
+    assert [result.rows for result in results if not result.right] == [what]
 
 
 def test_a_backend_that_fails_is_wrong(
