@@ -107,7 +107,7 @@ struct Layout {
 
 #if KSL_WGMMA
 
-constexpr int kPanel = kKeys * 128;
+constexpr int kPanel = kKeys * 128, kGroups = kKeys / 16;
 
 struct Barriers {
   uint64_t k_full[2], k_empty[2], v_full[2], v_empty[2];
@@ -118,16 +118,22 @@ struct Place {
   int row;
 };
 
-// Pointers to the 16-key groups of a tile; keys that are not there read as those of block 0.
+// Where the 16-key groups of a head lie, one after the other; keys that are not there read as those
+// of block 0.
 struct Pages {
   const KvLayer &kv;
   const int32_t *table;
-  int head, keys;
-  __device__ void find(int tile, Place (&out)[4]) const {
-    int position = tile * kKeys;
-    int index = position / kv.block_tokens, at = position - index * kv.block_tokens;
+  int head, keys, position;
+  int index, at;  // block of the table, and key of it
+  __device__ Pages(const KvLayer &layer, const int32_t *blocks, int h, int n, int first)
+      : kv(layer), table(blocks), head(h), keys(n), position(first) {
+    index = position / kv.block_tokens;
+    at = position - index * kv.block_tokens;
+  }
+  template <int kCount>
+  __device__ void find(Place (&out)[kCount]) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < kCount; i++) {
       const bool there = position < keys;
       out[i].base = kv.blocks + kv.layer_offset + (there ? table[index] : 0) * kv.block_bytes;
       out[i].row = there ? at * kv.kv_heads + head : head;
@@ -142,7 +148,7 @@ struct Pages {
 };
 
 // A row of kBytes is read by 16 bytes: lane (key % 8, part % 4), so that a warp's stores to a panel
-// fill all banks.
+// fill all banks. Packed keys and values come by 16-key group.
 template <int kFormat>
 struct Loader {
   typedef Layout<kFormat> L;
@@ -151,74 +157,74 @@ struct Loader {
   int warp, lane, thread;  // of the warpgroup
 
   // Passes of rows of 256 bytes: eight keys, one quarter of the row a warp.
-  __device__ void ask256(int staged, int scales, const Place (&place)[4], int offset,
+  __device__ void ask256(int group, int staged, int scales, const Place &place, int offset,
                          int offset_of_scales, int left) const {
 #pragma unroll
-    for (int pass = 0; pass < 8; pass++) {
-      const int key = pass * 8 + (lane & 7), part = warp * 4 + (lane >> 3);
-      const Place &p = place[pass >> 1];
-      const uint8_t *from = p.base + offset +
-                            static_cast<int64_t>(p.row + (key & 15) * kv.kv_heads) * 256 +
-                            part * 16;
-      copy_async<16>(memory + staged + (pass * 128 + thread) * 16, from, key < left);
+    for (int i = 0; i < 2; i++) {
+      const int pass = group * 2 + i, key = pass * 8 + (lane & 7), part = warp * 4 + (lane >> 3);
+      const int row = place.row + (key & 15) * kv.kv_heads;
+      copy_async<16>(memory + staged + (pass * 128 + thread) * 16,
+                     place.base + (offset + row * 256 + part * 16), key < left);
     }
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int key = half * 32 + lane;
-      const Place &a = place[half * 2], &b = place[half * 2 + 1];
-      const uint8_t *base = lane < 16 ? a.base : b.base;
-      const int row = (lane < 16 ? a.row : b.row) + (key & 15) * kv.kv_heads;
+    const int key = group * 16 + (lane & 15), row = place.row + (lane & 15) * kv.kv_heads;
+    if (lane < 16)
       copy_async<4>(memory + scales + (warp * kKeys + key) * 4,
-                    base + offset_of_scales + static_cast<int64_t>(row) * 4, key < left);
-    }
+                    place.base + (offset_of_scales + row * 4), key < left);
   }
-  __device__ void ask_k(const Place (&place)[4], int left) const {
+  __device__ void ask_k(int group, const Place &place, int left) const {
     if constexpr (kFormat != KSL_KV_Q4) {
-      ask256(L::kKStaged, L::kKScales, place, kv.k_offset, kv.k_scale_offset, left);
+      ask256(group, L::kKStaged, L::kKScales, place, kv.k_offset, kv.k_scale_offset, left);
     } else {
-#pragma unroll
-      for (int pass = 0; pass < 4; pass++) {
-        const int key = (pass * 2 + (warp >> 1)) * 8 + (lane & 7);
-        const int part = (warp & 1) * 4 + (lane >> 3);
-        const Place &p = place[pass];
-        const int64_t row = p.row + (key & 15) * kv.kv_heads;
-        copy_async<16>(memory + L::kKStaged + (pass * 128 + thread) * 16,
-                       p.base + kv.k_offset + row * 128 + part * 16, key < left);
-        copy_async<4>(memory + L::kKScales + (pass * 128 + thread) * 4,
-                      p.base + kv.k_scale_offset + row * 32 + part * 4, key < left);
-      }
+      const int key = (group * 2 + (warp >> 1)) * 8 + (lane & 7);
+      const int part = (warp & 1) * 4 + (lane >> 3);
+      const int row = place.row + (key & 15) * kv.kv_heads;
+      copy_async<16>(memory + L::kKStaged + (group * 128 + thread) * 16,
+                     place.base + (kv.k_offset + row * 128 + part * 16), key < left);
+      copy_async<4>(memory + L::kKScales + (group * 128 + thread) * 4,
+                    place.base + (kv.k_scale_offset + row * 32 + part * 4), key < left);
     }
   }
-  __device__ void ask_v(const Place (&place)[4], int left) const {
-    ask256(L::kVStaged, L::kVScales, place, kv.v_offset, kv.v_scale_offset, left);
+  __device__ void ask_v(int group, const Place &place, int left) const {
+    ask256(group, L::kVStaged, L::kVScales, place, kv.v_offset, kv.v_scale_offset, left);
   }
 
-  __device__ void unpack256(int staged, int scales, uint8_t *to) const {
+  // taken: called when what was asked for lies in registers.
+  template <class Taken>
+  __device__ void unpack256(int group, int staged, int scales, uint8_t *to,
+                            const Taken &taken) const {
+    uint4 codes[2];
+    float scale[2];
 #pragma unroll
-    for (int pass = 0; pass < 8; pass++) {
-      const int key = pass * 8 + (lane & 7), part = warp * 4 + (lane >> 3);
-      const uint4 codes =
-          *reinterpret_cast<const uint4 *>(memory + staged + (pass * 128 + thread) * 16);
-      const float scale = reinterpret_cast<const float *>(memory + scales)[warp * kKeys + key];
-      unpack_piece8(codes, scale, to + (part >> 2) * kPanel, key, (part & 3) * 2);
+    for (int i = 0; i < 2; i++) {
+      const int pass = group * 2 + i, key = pass * 8 + (lane & 7);
+      codes[i] = *reinterpret_cast<const uint4 *>(memory + staged + (pass * 128 + thread) * 16);
+      scale[i] = reinterpret_cast<const float *>(memory + scales)[warp * kKeys + key];
+    }
+    taken();
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int key = (group * 2 + i) * 8 + (lane & 7), part = warp * 4 + (lane >> 3);
+      unpack_piece8(codes[i], scale[i], to + (part >> 2) * kPanel, key, (part & 3) * 2);
     }
   }
-  __device__ void unpack_k(uint8_t *to) const {
+  template <class Taken>
+  __device__ void unpack_k(int group, uint8_t *to, const Taken &taken) const {
     if constexpr (kFormat != KSL_KV_Q4) {
-      unpack256(L::kKStaged, L::kKScales, to);
+      unpack256(group, L::kKStaged, L::kKScales, to, taken);
     } else {
-#pragma unroll
-      for (int pass = 0; pass < 4; pass++) {
-        const int key = (pass * 2 + (warp >> 1)) * 8 + (lane & 7);
-        const int part = (warp & 1) * 4 + (lane >> 3);
-        const int slot = pass * 128 + thread;
-        const uint4 codes = *reinterpret_cast<const uint4 *>(memory + L::kKStaged + slot * 16);
-        const __half2 pair = *reinterpret_cast<const __half2 *>(memory + L::kKScales + slot * 4);
-        unpack_piece4(codes, pair, to + (part >> 1) * kPanel, key, (part & 1) * 4);
-      }
+      const int slot = group * 128 + thread;
+      const uint4 codes = *reinterpret_cast<const uint4 *>(memory + L::kKStaged + slot * 16);
+      const __half2 pair = *reinterpret_cast<const __half2 *>(memory + L::kKScales + slot * 4);
+      taken();
+      const int key = (group * 2 + (warp >> 1)) * 8 + (lane & 7);
+      const int part = (warp & 1) * 4 + (lane >> 3);
+      unpack_piece4(codes, pair, to + (part >> 1) * kPanel, key, (part & 1) * 4);
     }
   }
-  __device__ void unpack_v(uint8_t *to) const { unpack256(L::kVStaged, L::kVScales, to); }
+  template <class Taken>
+  __device__ void unpack_v(int group, uint8_t *to, const Taken &taken) const {
+    unpack256(group, L::kVStaged, L::kVScales, to, taken);
+  }
 
   // Rows of 512 bytes straight to their places; a thread then rounds what it asked for itself.
   __device__ int place512(int pass, int *key, int *part) const {
@@ -353,8 +359,10 @@ __device__ void multiply(const FlashArgs &a, const FlashTile &tile, int head, ui
     ask_scores(i + 1);
     add_values(i);
     wgmma_wait<1>();
-    if (lane == 0) barrier_arrive(&barriers->k_empty[(i + 1) & 1]);
     soften(i + 1, old);
+    // Always, but not before the probabilities are there: else the wait for the values' product
+    // would be moved in front of what runs beside it.
+    if (lane == 0 && !(total[0] + total[1] < 0)) barrier_arrive(&barriers->k_empty[(i + 1) & 1]);
     wgmma_wait<0>();
     if (lane == 0) barrier_arrive(&barriers->v_empty[i & 1]);
     pack();
@@ -375,8 +383,8 @@ __device__ void multiply(const FlashArgs &a, const FlashTile &tile, int head, ui
                      });
 }
 
-// The keys or values of all tiles, each asked for when the one before has been unpacked; bf16 when
-// there is room for it.
+// The keys or values of all tiles: a group is asked for when that of the tile before has been taken;
+// bf16, whole tiles when there is room for them.
 template <int kFormat, bool kValues>
 __device__ void load_tiles(const FlashArgs &a, const FlashTile &tile, int head, uint8_t *memory) {
   typedef Layout<kFormat> L;
@@ -385,7 +393,7 @@ __device__ void load_tiles(const FlashArgs &a, const FlashTile &tile, int head, 
   uint64_t *empty = kValues ? barriers->v_empty : barriers->k_empty;
   const int32_t *table = a.kv.tables + static_cast<int64_t>(tile.slot) * a.kv.table_blocks;
   const int keys = tile.position + tile.columns, tiles = tile.last - tile.first;
-  const Pages pages = {a.kv, table, head, keys};
+  Pages pages(a.kv, table, head, keys, tile.first * kKeys);
   const int thread = threadIdx.x & 127;
   const Loader<kFormat> loader = {a.kv, memory, thread >> 5, thread & 31, thread};
   if constexpr (kFormat == KSL_KV_BF16) {
@@ -393,7 +401,7 @@ __device__ void load_tiles(const FlashArgs &a, const FlashTile &tile, int head, 
       const int stage = i & 1;
       uint8_t *to = memory + (kValues ? L::kV : L::kK) + stage * (kKeys * kDim * 2);
       Place place[4];
-      pages.find(tile.first + i, place);
+      pages.find(place);
       barrier_wait(&empty[stage], (i >> 1 & 1) ^ 1);
       loader.ask512(to, place, kValues ? a.kv.v_offset : a.kv.k_offset,
                     keys - (tile.first + i) * kKeys);
@@ -405,30 +413,39 @@ __device__ void load_tiles(const FlashArgs &a, const FlashTile &tile, int head, 
     }
     return;
   }
-  const auto ask = [&](int i) {
-    Place place[4];
-    pages.find(tile.first + i, place);
-    const int left = keys - (tile.first + i) * kKeys;
-    if (kValues)
-      loader.ask_v(place, left);
-    else
-      loader.ask_k(place, left);
+  const auto ask = [&](int i, int group) {
+    if (i < tiles) {
+      Place place[1];
+      pages.find(place);
+      const int left = keys - (tile.first + i) * kKeys;
+      if (kValues)
+        loader.ask_v(group, place[0], left);
+      else
+        loader.ask_k(group, place[0], left);
+    }
     copy_commit();
   };
-  ask(0);
+#pragma unroll
+  for (int group = 0; group < kGroups; group++) ask(0, group);
   for (int i = 0; i < tiles; i++) {
     const int stage = i & 1;
-    copy_wait<0>();
-    __syncwarp();
+    uint8_t *to = memory + (kValues ? L::kV : L::kK) + stage * (kKeys * kDim * 2);
     barrier_wait(&empty[stage], (i >> 1 & 1) ^ 1);
-    if (kValues)
-      loader.unpack_v(memory + L::kV + stage * (kKeys * kDim * 2));
-    else
-      loader.unpack_k(memory + L::kK + stage * (kKeys * kDim * 2));
+#pragma unroll
+    for (int group = 0; group < kGroups; group++) {
+      copy_wait<kGroups - 1>();
+      __syncwarp();
+      const auto taken = [&] {
+        __syncwarp();
+        ask(i + 1, group);
+      };
+      if (kValues)
+        loader.unpack_v(group, to, taken);
+      else
+        loader.unpack_k(group, to, taken);
+    }
     wgmma_publish();
     barrier_arrive(&full[stage]);
-    __syncwarp();
-    if (i + 1 < tiles) ask(i + 1);
   }
 }
 
