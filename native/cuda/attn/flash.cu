@@ -383,8 +383,8 @@ __device__ void multiply(const FlashArgs &a, const FlashTile &tile, int head, ui
                      });
 }
 
-// The keys or values of all tiles: a group is asked for when that of the tile before has been taken;
-// bf16, whole tiles when there is room for them.
+// The keys or values of all tiles: a group is asked for when that of the tile before has been
+// taken; bf16, whole tiles when there is room for them.
 template <int kFormat, bool kValues>
 __device__ void load_tiles(const FlashArgs &a, const FlashTile &tile, int head, uint8_t *memory) {
   typedef Layout<kFormat> L;
