@@ -132,13 +132,11 @@ void put_codes(bool nvfp4, Random *random, Case *c, uint8_t (&codes)[kRows][kCol
       codes[row][k] = static_cast<uint8_t>(random->below(nvfp4 ? 16 : 64));
       const PackedBits bits = packed_bits(nvfp4, codes[row][k], row, k);
       uint32_t word;
-      memcpy(&word, &c->block[bits.main_at], 4);
-      word |= bits.main;
-      memcpy(&c->block[bits.main_at], &word, 4);
-      if (nvfp4) continue;
-      memcpy(&word, &c->block[bits.plane_at], 4);
-      word |= bits.plane;
-      memcpy(&c->block[bits.plane_at], &word, 4);
+      for (int i = 0; i < (nvfp4 ? 1 : 3); i++) {
+        memcpy(&word, &c->block[bits.at[i]], 4);
+        word ^= bits.bits[i];
+        memcpy(&c->block[bits.at[i]], &word, 4);
+      }
     }
   }
 }

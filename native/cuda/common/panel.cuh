@@ -85,13 +85,13 @@ __device__ inline void panel8_store8(const Panel8 &to, int token, int k, const f
                  (token & 7) * 128 + (k >> 4 & 3) * 4;
 #pragma unroll
   for (int i = 0; i < 8; i += 4) {
-    unsigned short low, high;  // elements 2 and 0, 3 and 1: see quantize.cu
+    unsigned short low, high;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
         : "=h"(low)
-        : "f"(values[i] * scale), "f"(values[i + 2] * scale));
+        : "f"(values[i + 1] * scale), "f"(values[i] * scale));
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
         : "=h"(high)
-        : "f"(values[i + 1] * scale), "f"(values[i + 3] * scale));
+        : "f"(values[i + 3] * scale), "f"(values[i + 2] * scale));
     *reinterpret_cast<unsigned *>(row + panel8_chunk(token, k >> 6 & 1, ((k & 15) + i) >> 2)) =
         low | static_cast<unsigned>(high) << 16;
   }

@@ -1,6 +1,7 @@
 // Packed weights as fragments of half-precision products, exactly; see pack.cu for the layout.
 #pragma once
 #include "gemm.cuh"
+#include "packed_bits.cuh"
 
 namespace ksl {
 namespace {
@@ -12,6 +13,18 @@ __device__ inline unsigned half_multiply(unsigned a, unsigned b) {
 
 __device__ inline unsigned word_of(const uint4 &v, int i) {
   return i == 0 ? v.x : (i == 1 ? v.y : (i == 2 ? v.z : v.w));
+}
+
+// Four e4m3 bytes as halves.
+__device__ inline void four_halves(unsigned bytes, unsigned &lower, unsigned &upper) {
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, high;\n"
+      "}"
+      : "=r"(lower), "=r"(upper)
+      : "r"(bytes));
 }
 
 // A lane's weights of one block, 64 input elements at a time.
@@ -70,12 +83,11 @@ struct Expand<KSL_ENC_E2M3> {
     return __half22float2(*reinterpret_cast<const __half2 *>(&both));
   }
   __device__ void fragment(int i, unsigned (&a)[4]) const {
-    const unsigned w = word_of(codes, i);
-    const unsigned q = (i < 2 ? plane.x : plane.y) << (4 * (i & 1));
-    a[0] = (w & 0x0f000f00u) | (q & 0x80808080u);
-    a[1] = (w << 4 & 0x0f000f00u) | (q << 1 & 0x80808080u);
-    a[2] = (w << 8 & 0x0f000f00u) | (q << 2 & 0x80808080u);
-    a[3] = (w >> 4 & 0x0f000f00u) | (q << 3 & 0x80808080u);
+    unsigned bytes[4];
+    e2m3_bytes(i < 2 ? codes.x : codes.z, i < 2 ? codes.y : codes.w, i < 2 ? plane.x : plane.y,
+               bytes);
+    four_halves(bytes[2 * (i & 1)], a[0], a[2]);
+    four_halves(bytes[2 * (i & 1) + 1], a[1], a[3]);
   }
 };
 

@@ -82,6 +82,10 @@ inline int packed_block_bytes(int encoding) {
   return encoding == KSL_ENC_E2M3 ? kBlockE2m3
                                   : (encoding == KSL_ENC_NVFP4 ? kBlockNvfp4 : kPackedBf16Bytes);
 }
+// Of what sums carry that no row's scale takes away: FP6 has 2^14 in its scales, 2^-6 in its bytes.
+inline float packed_inverse(int encoding) {
+  return encoding == KSL_ENC_E2M3 ? 0x1p-8f : 1.0f;
+}
 
 // Runs every matrix of the group. x: float32 input of the plain ones; split: of the packed ones.
 // outputs: by matrix, of a group with slices one behind the other. pair: where the act of a gate

@@ -11,6 +11,7 @@
 #include <stdint.h>
 
 #include "../../common/small_float.h"
+#include "packed_bits.cuh"
 
 namespace ksl {
 
@@ -50,18 +51,14 @@ KSL_HD constexpr int scale_lane_b(int column, int thread) {
 // ---- what packed weights give a lane, see pack.cu. Of a piece of 64 input elements the four
 // groups of 16 are those of lanes t = 0..3.
 
-// The element of a run of four in each byte of an expanded word, and of a run of eight in each
-// nibble.
-KSL_HD constexpr int byte_element(int byte) {
-  return 0x1302 >> 4 * byte & 7;
-}
+// The element of a run of eight in each nibble of an expanded word; bytes are in order.
 KSL_HD constexpr int nibble_element(int nibble) {
   return 0x51734062 >> 4 * nibble & 7;
 }
 
 // The element of the piece in a byte of the j-th product of two.
 KSL_HD constexpr int mx8_element(int slot, int product) {
-  return 16 * (slot % 16 / 4) + 8 * product + 4 * (slot / 16) + byte_element(slot % 4);
+  return 16 * (slot % 16 / 4) + 8 * product + 4 * (slot / 16) + slot % 4;
 }
 // The group of a lane's nibbles: of registers 0 and 1 (upper 0), 2 and 3 of A (upper 1); of
 // registers 0 and 1 of B. Slots that share a scale are lanes 2 p and 2 p + 1, each with half of the
@@ -131,20 +128,11 @@ KSL_HD inline uint32_t pick_bytes(uint32_t a, uint32_t b, uint32_t selector) {
 #endif
 }
 
-// Four rows' worth of bits of FP6: words [2] and the plane's word of one product. Rows g in a[0]
-// and a[2], g + 8 in a[1] and a[3].
-KSL_HD inline void e2m3_registers(uint32_t low_run, uint32_t high_run, uint32_t plane,
+// FP6 in the low bits of bytes. Rows g in a[0] and a[2], g + 8 in a[1] and a[3].
+KSL_HD inline void e2m3_registers(uint32_t first, uint32_t second, uint32_t third,
                                   uint32_t (&a)[4]) {
-  const uint32_t up = plane << 2;
-  // In every byte the sign, or lowest bit, of one element of rows g and g + 8 at 7 and 6; of the
-  // next run's at 3 and 2.
-  const uint32_t signs = pick_bytes(plane, up, 0x3715), lows = pick_bytes(plane, up, 0x2604);
-  const uint32_t low_turned = pick_bytes(low_run, 0, 0x2301);
-  const uint32_t high_turned = pick_bytes(high_run, 0, 0x2301);
-  a[0] = (low_run << 1 & 0x1e1e1e1eu) | (lows >> 7 & 0x01010101u) | (signs >> 2 & 0x20202020u);
-  a[1] = (low_turned >> 3 & 0x1e1e1e1eu) | (lows >> 6 & 0x01010101u) | (signs >> 1 & 0x20202020u);
-  a[2] = (high_run << 1 & 0x1e1e1e1eu) | (lows >> 3 & 0x01010101u) | (signs << 2 & 0x20202020u);
-  a[3] = (high_turned >> 3 & 0x1e1e1e1eu) | (lows >> 2 & 0x01010101u) | (signs << 3 & 0x20202020u);
+  e2m3_bytes(first, second, third, a);
+  for (int i = 0; i < 4; i++) a[i] = (a[i] & 0x1f1f1f1fu) | (a[i] >> 2 & 0x20202020u);
 }
 // Both products of a piece of a packed block, 0 to 3.
 KSL_HD inline void e2m3_fragments(const uint8_t *block, int piece, int lane, uint32_t (&a)[2][4]) {
@@ -221,9 +209,7 @@ KSL_HD inline uint32_t mx8_register(const float (&values)[16], int product, int 
   const float inverse = power_of(127 - static_cast<int>(exponent));
   uint32_t out = 0;
   for (int i = 0; i < 4; i++)
-    out |= static_cast<uint32_t>(
-               f32_to_e4m3(values[8 * product + 4 * reg + byte_element(i)] * inverse))
-           << 8 * i;
+    out |= static_cast<uint32_t>(f32_to_e4m3(values[8 * product + 4 * reg + i] * inverse)) << 8 * i;
   return out;
 }
 

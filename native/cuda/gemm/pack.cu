@@ -5,12 +5,15 @@
 // j = 0..3 of (row g, elements 4i, 4i+1), (row g+8, same), (row g, 4i+2, 4i+3), (row g+8, same),
 // the first of a pair in the low 16 bits. In each 16-bit half the bits of pair j are
 //   NVFP4: magnitude at 9 - 3j, sign at bit 15, 12, 14, 13
-//   FP6:   upper 4 magnitude bits at 8, 4, 0, 12; sign and lowest bit in a second plane, one word
-//          for two products: sign at 15 - t, bit at 7 - t with t = 4 (i mod 2) + j
+//   FP6:   see below
 //   bf16:  a half; a word is four of them, product by product, see packed_bf16_at. Halves are
 //   exact:
 //          a row has the power of two that makes its largest 2^14 to 2^15, and what is 2^32 below
 //          that is rounded
+// FP6 words are bytes, four elements in order: the sign at bit 7, the magnitude at 4 to 0. Two
+// words and one of a second plane are those of elements 4i to 4i+3, i even, of row g and row g + 8,
+// then of the next four of row g. The next four of row g + 8 are what bits 6 and 5 of the three
+// give, see e2m3_fourth.
 // Scales: NVFP4 two bytes a lane and piece (row g, row g + 8); FP6 four halves a block, 2^14 times
 // the scale relative to the matrix's largest, by 128 elements and half of the tile.
 #include "gemm.cuh"
@@ -56,15 +59,18 @@ __global__ void pack_kernel(PackArgs a) {
   const int bytes = nvfp4 ? kBlockNvfp4 : kBlockE2m3;
   uint8_t *block = a.data + (static_cast<int64_t>(tile) * a.supers + super) * bytes;
   for (int w = 0; w < 4; w++) {
-    PackedBits bits = {0, 0, 0, 0};
+    PackedBits bits = {};
     for (int e = 0; e < 4; e++) {
       const int k = k0 + 4 * w + e;
       const unsigned code = k < a.raw.cols ? raw_code(a.raw, local, k) : 0;
       const PackedBits one = packed_bits(nvfp4, code, r, k % kSuper);
-      bits = {one.main_at, one.plane_at, bits.main | one.main, bits.plane | one.plane};
+      for (int i = 0; i < 3; i++) {
+        bits.at[i] = one.at[i];
+        bits.bits[i] ^= one.bits[i];
+      }
     }
-    if (bits.main) atomicOr(reinterpret_cast<unsigned *>(block + bits.main_at), bits.main);
-    if (bits.plane) atomicOr(reinterpret_cast<unsigned *>(block + bits.plane_at), bits.plane);
+    for (int i = 0; i < 3; i++)
+      if (bits.bits[i]) atomicXor(reinterpret_cast<unsigned *>(block + bits.at[i]), bits.bits[i]);
   }
   if (nvfp4) {
     if (k0 < a.raw.cols) {

@@ -1,7 +1,7 @@
 // Panels of halves into panels of e4m3 with a power of two a token.
 //
 // 128 input elements are a row of 128 bytes: element 16 s + 4 i + e of each half of 64 at
-// 16 i + 4 s + (1, 3, 0, 2)[e], chunks swizzled as those of halves. A block makes one token.
+// 16 i + 4 s + e, chunks swizzled as those of halves. A block makes one token.
 #include "gemm.cuh"
 
 namespace ksl {
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(1024)
     for (int s = 0; s < 4; s++) {
       const unsigned u = word(__hmul2(__hmul2(halves(x[s]), a), b));
       const unsigned v = word(__hmul2(__hmul2(halves(y[s]), a), b));
-      made[s] = to_e4m3(__byte_perm(v, u, 0x5410), __byte_perm(v, u, 0x7632));
+      made[s] = to_e4m3(u, v);
     }
     *reinterpret_cast<uint4 *>(out + (piece >> 1) * piece_bytes +
                                panel8_chunk(token, piece & 1, i)) =

@@ -23,7 +23,7 @@ inline StreamArgs stream_args(const Packed &m, const Split &x, const Output *out
   }
   a.x = reinterpret_cast<const uint8_t *>(x.data);
   a.group_bytes = static_cast<int64_t>(x.pieces) * kPiece * kTileTokens * sizeof(__half);
-  a.x_inverse = 1.0f / x.scale;
+  a.x_inverse = packed_inverse(m.encoding) / x.scale;
   a.tokens = tokens;
   a.paired = m.pair;
   if (m.pair) a.pair = *pair;

@@ -7,6 +7,7 @@
 // An output element is the sum over its input elements in one order, in float32 inside the matrix
 // units: it depends on nothing else in the wave.
 #pragma once
+#include "expand.cuh"
 #include "gemm.cuh"
 #include "wgmma.cuh"
 
@@ -84,12 +85,15 @@ struct Codes<KSL_ENC_E2M3> {
       lower = __byte_perm(scales, 0, 0x1010);
       upper = __byte_perm(scales, 0, 0x3232);
     }
-    const unsigned w = i == 0 ? words.x : (i == 1 ? words.y : (i == 2 ? words.z : words.w));
-    const unsigned q = (i < 2 ? plane.x : plane.y) << (4 * (i & 1));
-    a[0] = wide_multiply((w & 0x0f000f00u) | (q & 0x80808080u), lower);
-    a[1] = wide_multiply((w << 4 & 0x0f000f00u) | (q << 1 & 0x80808080u), upper);
-    a[2] = wide_multiply((w << 8 & 0x0f000f00u) | (q << 2 & 0x80808080u), lower);
-    a[3] = wide_multiply((w >> 4 & 0x0f000f00u) | (q << 3 & 0x80808080u), upper);
+    unsigned bytes[4];
+    e2m3_bytes(i < 2 ? words.x : words.z, i < 2 ? words.y : words.w, i < 2 ? plane.x : plane.y,
+               bytes);
+    four_halves(bytes[2 * (i & 1)], a[0], a[2]);
+    four_halves(bytes[2 * (i & 1) + 1], a[1], a[3]);
+    a[0] = wide_multiply(a[0], lower);
+    a[1] = wide_multiply(a[1], upper);
+    a[2] = wide_multiply(a[2], lower);
+    a[3] = wide_multiply(a[3], upper);
   }
 };
 

@@ -9,9 +9,7 @@ namespace {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// A lane's weights of 64 input elements, two fragments of e4m3 bytes, 2^-6 of their values. A byte
-// is the sign, two zeros and the five bits of magnitude; the four bytes of a word are elements 2,
-// 0, 3, 1 of a run, see quantize.cu.
+// A lane's weights of 64 input elements, two fragments of e4m3 bytes: see e2m3_bytes.
 struct Codes8 {
   uint4 words;
   uint2 plane;
@@ -21,19 +19,8 @@ struct Codes8 {
         reinterpret_cast<const uint2 *>(block + 2048)[((piece >> 1) * 32 + lane) * 2 + (piece & 1)];
   }
   __device__ void fragment(int i, unsigned (&a)[4]) const {
-    const unsigned q = i == 0 ? plane.x : plane.y, up = q << 2;
-    // In every byte the bits of one element of rows g and g + 8 at 7 and 6, of the next run's at 3
-    // and 2.
-    const unsigned signs = __byte_perm(q, up, 0x3715), lows = __byte_perm(q, up, 0x2604);
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const unsigned w = i == 0 ? (half ? words.y : words.x) : (half ? words.w : words.z);
-      const unsigned turned = __byte_perm(w, 0, 0x2301);
-      a[half * 2] = (w << 1 & 0x1e1e1e1eu) | (lows >> (7 - 4 * half) & 0x01010101u) |
-                    (signs << (4 * half) & 0x80808080u);
-      a[half * 2 + 1] = (turned >> 3 & 0x1e1e1e1eu) | (lows >> (6 - 4 * half) & 0x01010101u) |
-                        (signs << (4 * half + 1) & 0x80808080u);
-    }
+    e2m3_bytes(i == 0 ? words.x : words.z, i == 0 ? words.y : words.w, i == 0 ? plane.x : plane.y,
+               a);
   }
 };
 

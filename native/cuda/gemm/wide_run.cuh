@@ -120,7 +120,7 @@ void run_wide(Device *device, const Packed &m, const Panel &x, const Output *out
   WideArgs a = wide_args(m, outputs, pair, tokens);
   a.x = x.data;
   a.groups = x.groups;
-  a.x_inverse = 1.0f / x.scale;
+  a.x_inverse = packed_inverse(kEncoding) / x.scale;
   if (m.pair) {
     launch_half_columns<kEncoding, true>(device, a, columns);
   } else {
@@ -133,7 +133,7 @@ inline void run_wide8(Device *device, const Packed &m, const Panel8 &x, const Ou
   WideArgs a = wide_args(m, outputs, pair, tokens);
   a.x = x.data;
   a.groups = x.groups;
-  a.x_inverse = 0x1p-8f;  // 2^14 in the packed scales, 2^-6 in the bytes of weights
+  a.x_inverse = packed_inverse(KSL_ENC_E2M3);
   a.token_inverse = x.inverse;
   if (m.pair) {
     launch_fp8_columns<true>(device, a, columns);

@@ -16,11 +16,10 @@ __device__ inline unsigned two_halves(float x, float y) {
   const __half2 r = __halves2half2(panel_half(x), panel_half(y));
   return *reinterpret_cast<const unsigned *>(&r);
 }
-// Bytes of elements 2, 0, 3, 1.
 __device__ inline unsigned four_e4m3(const float4 &v, float scale) {
   unsigned short low, high;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(v.x * scale), "f"(v.z * scale));
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(v.y * scale), "f"(v.w * scale));
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(v.y * scale), "f"(v.x * scale));
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(v.w * scale), "f"(v.z * scale));
   return low | static_cast<unsigned>(high) << 16;
 }
 
