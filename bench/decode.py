@@ -11,8 +11,8 @@ the host between two waves, and its part of a wave; `ahead`: the same with the n
 before the one in front ends, as --submit-ahead does. A cell that does not fit in memory is left out
 with a line. peer: llama.cpp on the same card, see PEER.
 
---kernels names numbers of streams whose kernels are listed, at the first context, where `ncu` may
-run: calls a wave, time, rate of device memory. Prompts: bench.prefill.
+--kernels names numbers of streams (1) whose kernels are listed, at the first context, where `ncu`
+may run: calls a wave, time, rate of device memory. Prompts: bench.prefill.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--contexts", default="2048,8192,32768,131072")
     parser.add_argument("--waves", type=int, default=24)
     parser.add_argument("--columns", type=int, default=64)
-    parser.add_argument("--kernels", default="", help="numbers of streams")
+    parser.add_argument("--kernels", default="1", help="numbers of streams; empty: none")
     parser.add_argument("--save", action="store_true")
 
 
