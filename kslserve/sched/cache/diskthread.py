@@ -1,4 +1,4 @@
-"""The one thread that touches checkpoint files."""
+"""The one thread that touches checkpoint files, but for a helper that it waits for."""
 
 from __future__ import annotations
 

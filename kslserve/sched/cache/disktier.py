@@ -1,7 +1,7 @@
 """Checkpoints in files: which ones are there, are written, read and removed.
 
-Files are touched by one disk thread alone, whose results come back on the event loop. A file is
-written from a host copy and read into one."""
+Files are touched by one disk thread alone, and by a helper that it waits for while it reads a large
+one; results come back on the event loop. A file is written from a host copy and read into one."""
 
 from __future__ import annotations
 
