@@ -285,9 +285,9 @@ int make_scratch(Backend *b, ksl_error *error) {
   b->keep_columns = static_cast<int>(most_kept < columns ? most_kept : columns);
   b->keep_floats = b->conv_stride + 2 * b->head_stride;
   b->keep = own_many<float>(b, b->keep_floats * b->keep_columns * s->linear_layers);
-  b->gdn_fused = s->linear_layers > 0 &&
-                 gdn_step_runs({s->lin_key_heads, s->lin_value_heads, s->lin_key_dim,
-                                s->lin_value_dim, s->conv_channels});
+  b->gdn_fused =
+      s->linear_layers > 0 && gdn_step_runs({s->lin_key_heads, s->lin_value_heads, s->lin_key_dim,
+                                             s->lin_value_dim, s->conv_channels});
   b->gdn_arrived =
       own_many<unsigned>(b, b->gdn_fused ? slots * s->linear_layers * s->lin_key_heads : 1);
 
@@ -361,10 +361,9 @@ int make_long_rows(Backend *b, ksl_error *error) {
   const int kv = config->kv_format;
   b->flash = !(config->test_hooks & KSL_HOOK_PORTABLE) &&
              attn_flash_runs(b->major, kv, s->head_dim, group);
-  b->long_rows =
-      kv != KSL_KV_F32 && config->wave_columns >= kLongRow &&
-      (s->kv_layers == 0 || b->flash || attn_prompt_runs(kv, s->head_dim, group)) &&
-      (s->linear_layers == 0 || gdn_chunks_run(shape));
+  b->long_rows = kv != KSL_KV_F32 && config->wave_columns >= kLongRow &&
+                 (s->kv_layers == 0 || b->flash || attn_prompt_runs(kv, s->head_dim, group)) &&
+                 (s->linear_layers == 0 || gdn_chunks_run(shape));
   if (!b->long_rows) return KSL_OK;
   const int columns = config->wave_columns, rows = columns / kLongRow;
   // With as many parts again as the device takes at two times.
