@@ -11,6 +11,7 @@ import numpy.typing as npt
 from _kslserve import lib
 
 from kslserve.engine.types import Draft, Ids, OpKind, Row, RowKind, StateOp
+from tests.closeness import divergence, relative
 from tests.native.driver import Driver, Stream
 
 F32 = npt.NDArray[np.float32]
@@ -32,18 +33,12 @@ class Pair:
     @property
     def distance(self) -> float:
         """Relative L2."""
-        return float(np.linalg.norm(self.other - self.plain) / np.linalg.norm(self.plain))
+        return relative(self.other, self.plain)
 
     @property
     def divergence(self) -> float:
         """Mean KL(plain || other) in nats."""
-        plain, other = (_log_softmax(x.astype(np.float64)) for x in (self.plain, self.other))
-        return float((np.exp(plain) * (plain - other)).sum(1).mean())
-
-
-def _log_softmax(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    x = x - x.max(1, keepdims=True)
-    return x - np.log(np.exp(x).sum(1, keepdims=True))
+        return divergence(self.plain, self.other)
 
 
 def run(stream: Stream, ids: Ids, plan: Sequence[int], beside: Sequence[Row] = ()) -> F32:

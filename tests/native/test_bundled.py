@@ -18,6 +18,7 @@ from kslserve.config import load
 from kslserve.engine.model import TensorArg
 from kslserve.engine.types import RowKind
 from kslserve.ksl.open import open_model
+from tests.closeness import divergence
 from tests.native.driver import Driver
 
 DATA = Path(__file__).resolve().parent.parent / "data"
@@ -123,14 +124,6 @@ def check_exact(found: Outputs, items: list[dict[str, Any]]) -> None:
 
 def test_equals_the_independent_forward(fp6: Outputs) -> None:
     check_exact(fp6, golden("nano_golden.json"))
-
-
-def divergence(expected: npt.NDArray[np.float32], found: npt.NDArray[np.float32]) -> float:
-    """Mean KL divergence, in nats, of the distributions of two arrays of logits."""
-    a, b = (x.astype(np.float64) - x.max(axis=1, keepdims=True) for x in (expected, found))
-    a -= np.log(np.exp(a).sum(axis=1, keepdims=True))
-    b -= np.log(np.exp(b).sum(axis=1, keepdims=True))
-    return float((np.exp(a) * (a - b)).sum(axis=1).mean())
 
 
 def test_int8_activations_stay_close(fp6: Outputs, int8: Outputs) -> None:

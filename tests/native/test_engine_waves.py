@@ -11,6 +11,7 @@ from _kslserve import ffi, lib
 from kslserve.core.sampling import SamplingParams
 from kslserve.engine.model import Fill, TensorArg
 from kslserve.engine.types import OpKind, RowKind, StateOp
+from tests.closeness import log_softmax, relative
 from tests.native.conftest import Engines
 from tests.native.driver import ISA_PATHS, Driver, Refused
 from tests.reference import Reference
@@ -18,16 +19,6 @@ from tests.tiny import POLICIES, tiny_arrays, tiny_spec, tiny_tensors, tiny_valu
 
 IDS = np.random.default_rng(3).integers(0, 199, 200).astype(np.int32)
 HOT = SamplingParams(temperature=1.0, top_p=0.9)
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    x = logits.astype(np.float64)
-    x -= x.max(axis=-1, keepdims=True)
-    return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
-
-
-def relative(found: np.ndarray, expected: np.ndarray) -> float:
-    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
 # ---- values against the numpy reference

@@ -19,6 +19,7 @@ from kslserve.engine.model import ModelSpec
 from kslserve.engine.types import OpKind, RowKind, StateOp
 from kslserve.errors import EngineError
 from tests import kv_reference as reference
+from tests.closeness import relative
 from tests.native.driver import Driver, Refused
 from tests.tiny import tiny_arrays, tiny_spec, tiny_tensors, wide_spec
 
@@ -48,10 +49,6 @@ def compare(kv: str, side: int, x: F32) -> F32:
 
 def unrotated(kv: str, side: int, values: F32) -> F32:
     return reference.rotate(values) if kv == "q4" and side == reference.KEY else values
-
-
-def relative(found: F32, x: F32) -> float:
-    return float(np.linalg.norm(found - x) / np.linalg.norm(x))
 
 
 @each_head
