@@ -5,7 +5,8 @@
 Two servers of ksl-nano on the CPU take turns, one with the prefix cache and one without; FLAGS go
 to both. `ratio` is off over on, the median of all repeats: how many times sooner the answer begins
 (of a fan-out: how many times sooner all six have their answer; of decode: how the speed on adopted
-state compares). Every repeat has conversations of its own; which server is asked first alternates.
+state compares). Every repeat has conversations of its own; which server is asked first alternates
+where both get a turn that follows (append, edit), else it is the one with the cache.
 `cpu_ratio` is the same of the server's processor time for the whole answer, which a busy machine
 disturbs less.
 """
