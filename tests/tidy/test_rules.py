@@ -123,6 +123,6 @@ def test_nothing_is_left_undone() -> None:
     )
     for folder in ("kslserve", "native", "tests", "bench"):
         for path in sorted((ROOT / folder).rglob("*")):
-            if path.suffix in (".py", ".h", ".cc", ".inl", ".cu", ".md"):
+            if path.suffix in (".py", ".h", ".cc", ".inl", ".cu", ".cuh", ".md"):
                 found = marks.search(path.read_text(encoding="utf-8"))
                 assert found is None, f"{path.relative_to(ROOT)} has {found and found.group()}"

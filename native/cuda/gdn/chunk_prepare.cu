@@ -16,7 +16,7 @@ struct Shared {
   // A below the diagonal blocks and the inverses of I + A in them, as two halves.
   uint8_t a_high[kChunk * 128], a_low[kChunk * 128];
   float diagonal[kBlocks][kBlock][kBlock + 1];
-  float sum[kChunk], beta[kChunk];   // G, beta
+  float sum[kChunk], beta[kChunk];    // G, beta
   float grown[kChunk], left[kChunk];  // e^G, e^{G_C - G}
 };
 

@@ -38,8 +38,7 @@ __global__ void __launch_bounds__(kMost, 1) panel_norm_kernel(const __grid_const
 #pragma unroll
     for (int s = 0; s < 4; s++) {
       const int i = first(k) + 16 * s;
-      x[k][s] = i < a.width ? *reinterpret_cast<const float4 *>(at + i)
-                            : make_float4(0, 0, 0, 0);
+      x[k][s] = i < a.width ? *reinterpret_cast<const float4 *>(at + i) : make_float4(0, 0, 0, 0);
     }
   if (a.add != nullptr) {
 #pragma unroll
@@ -115,8 +114,8 @@ __global__ void __launch_bounds__(kMost, 1) panel_norm_kernel(const __grid_const
     *reinterpret_cast<uint4 *>(
         to.data + (static_cast<int64_t>(piece >> 1) * to.groups + (token >> 3)) * 1024 +
         (token & 7) * 128 + panel8_chunk(token, piece & 1, item & 3)) =
-        make_uint4(four_e4m3(x[k][0], scale), four_e4m3(x[k][1], scale),
-                   four_e4m3(x[k][2], scale), four_e4m3(x[k][3], scale));
+        make_uint4(four_e4m3(x[k][0], scale), four_e4m3(x[k][1], scale), four_e4m3(x[k][2], scale),
+                   four_e4m3(x[k][3], scale));
   }
   if (threadIdx.x == 0) to.inverse[token] = __int_as_float((127 - exponent) << 23);
 }
