@@ -9,7 +9,9 @@ run, and llama.cpp beside it where it is present.
 over the time of a wave, as a share of the rate at which all threads read that many bytes, measured
 right before and after (the higher one counts). It is for one stream the share of what memory
 allows; for more streams the gain over one is `times`. KV rows of a decode cell are zeros,
-which cost the same to read as others. Prefill: `ratio` is 2 operations per layer weight and
+which cost the same to read as others. `deep`: the speed of one stream behind the longest context as
+a share of that behind the shortest, the median of pairs taken in turn, since the rate of memory may
+change from one minute to the next. Prefill: `ratio` is 2 operations per layer weight and
 token over the peak of the arithmetic unit in use. All rates are from medians.
 """
 
@@ -44,6 +46,7 @@ from kslserve.ksl.open import open_model
 BLOCK = 128
 DECODE_SECONDS = 1.5  # of one cell
 PREFILL_SECONDS = 2.0
+PAIRS, BURST = 25, 4  # of a comparison of two contexts; waves of either in a pair
 PEER_TOKENS = 64  # that the peer makes in one cell
 
 
@@ -120,6 +123,25 @@ async def decode(runner: Runner, streams: int, context: int, room: int) -> float
     return statistics.median(times)
 
 
+async def deep(runner: Runner, short: int, long: int) -> tuple[float, float, float]:
+    """Speed of one stream at context `long` relative to `short`: median of pairs, the least and the
+    largest of all but the outer tenths."""
+    row = Row(RowKind.LAST, 0, 0, 0, 1, [11])
+    wave = Wave(0, rows=[row])
+    ratios = []
+    for _ in range(PAIRS):
+        medians = []
+        for context in (short, long):
+            times = []
+            for i in range(BURST):
+                row.start = context + i
+                times.append(await runner.seconds(wave))
+            medians.append(statistics.median(times))
+        ratios.append(medians[0] / medians[1])
+    ratios.sort()
+    return statistics.median(ratios), ratios[PAIRS // 10], ratios[-1 - PAIRS // 10]
+
+
 def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part]
 
@@ -175,6 +197,11 @@ async def measure(args: argparse.Namespace, report: Report, program: Program) ->
                 **compare(n / step, peer, theirs), ratio=info.token_bytes / step / reads,
                 of=f"read rate, {reads / 1e9:.1f} GB/s",
             )  # fmt: skip
+    if len(contexts) > 1:
+        short, long = min(contexts), max(contexts)
+        ratio, low, high = await deep(runner, short, long)
+        of = f"speed at {short}"
+        report.add(f"deep_1_at_{long}", ratio=ratio, low=low, high=high, of=of)
     engine.close()
 
 
