@@ -9,6 +9,7 @@ from kslserve.engine.model import PoolSizes
 from kslserve.engine.types import (
     CUTS_MAX,
     DRAFT_MAX,
+    SPANS,
     Draft,
     OpKind,
     Row,
@@ -123,8 +124,8 @@ class Contract:
     def _check_op(self, op: StateOp) -> None:
         kind, where = op.kind, op.kind.name
         slots, slabs, blocks = self.sizes.slots, self.sizes.slabs, self.sizes.blocks
-        if kind in (OpKind.DROP_SLABS, OpKind.DROP_BLOCKS):
-            most = slabs if kind is OpKind.DROP_SLABS else blocks
+        if kind in SPANS:
+            most = slabs if kind in (OpKind.DROP_SLABS, OpKind.TOUCH_SLABS) else blocks
             _require(op.a >= 0 and op.b >= 1 and op.a + op.b <= most, f"{where}: {op.a}+{op.b}")
         elif kind in (OpKind.CONFIGURE, OpKind.MASK, OpKind.FORCE):
             _require(0 <= op.a < slots, f"{where}: slot {op.a}")

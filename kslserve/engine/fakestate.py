@@ -33,8 +33,8 @@ MASK64 = (1 << 64) - 1
 
 
 class FakeState:
-    """All pools. strict: check that the state is what the tokens imply. dropped: slabs and blocks
-    that were, so far."""
+    """All pools. strict: check that the state is what the tokens imply. dropped, touched: slabs
+    and blocks that were, so far."""
 
     def __init__(
         self, sizes: PoolSizes, vocab: int, model: TokenModel, has_mtp: bool, strict: bool
@@ -43,7 +43,7 @@ class FakeState:
         self.vocab = vocab
         self.model = model
         self.strict = strict
-        self.dropped = 0
+        self.dropped = self.touched = 0
         # Images of SAVE ops: a count and one 8-byte value per position.
         self.slab_bytes = 8 * (1 + sizes.blocks_per_slot * sizes.block_tokens)
         self._standing: Sequence[Row] | None = None  # rows of one simple column each, as last run
@@ -93,13 +93,13 @@ class FakeState:
             op.data[:] = image[op.b : op.b + op.data.nbytes]
         elif kind is OpKind.LOAD_SLAB:
             self._load_slab(op)
-        elif kind is OpKind.DROP_SLABS:
-            self.dropped += op.b
+        elif kind in (OpKind.DROP_SLABS, OpKind.TOUCH_SLABS):
+            self._count(op)
             for slab in range(op.a, op.a + op.b):
                 self.slabs[slab] = Timeline()
                 self.slabs[slab].append(UNSET)  # of no sequence
-        elif self.strict and kind is OpKind.DROP_BLOCKS:
-            self.dropped += op.b
+        elif self.strict and kind in (OpKind.DROP_BLOCKS, OpKind.TOUCH_BLOCKS):
+            self._count(op)
             for block in range(op.a, op.a + op.b):
                 self.blocks[block] = [UNSET] * self.sizes.block_tokens
         elif self.strict and kind is OpKind.COPY_BLOCK:
@@ -108,6 +108,12 @@ class FakeState:
             _save(op.data, self.blocks[op.a])
         elif self.strict and kind is OpKind.LOAD_BLOCK:
             self.blocks[op.a] = _load(op.data)
+
+    def _count(self, op: StateOp) -> None:
+        if op.kind in (OpKind.DROP_SLABS, OpKind.DROP_BLOCKS):
+            self.dropped += op.b
+        else:
+            self.touched += op.b
 
     def _load_slab(self, op: StateOp) -> None:
         """A part; the slab is there when its last one is, and all before it were."""

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from kslserve.engine.buffers import IdBuffer, StructBuffer
 from kslserve.engine.types import (
     CUTS_MAX,
+    SPANS,
     Draft,
     OpKind,
     Row,
@@ -51,7 +52,6 @@ NO_CUTS = (0,) * (2 * CUTS_MAX)
 # Plain numbers compare faster than looked-up enum members.
 PREFILL, LAST, SCORE = int(RowKind.PREFILL), int(RowKind.LAST), int(RowKind.SCORE)
 OWN = int(Draft.OWN)
-DROPS = (OpKind.DROP_SLABS, OpKind.DROP_BLOCKS)
 
 
 @dataclass(slots=True)
@@ -215,7 +215,7 @@ class WavePacker:
                     raise ValueError(f"a mask of {mask.size} words")
                 keep.append(mask)
                 address = mask.ctypes.data
-            elif op.kind in DROPS:
+            elif op.kind in SPANS:
                 n = op.b
             elif op.data is not None:
                 if not op.data.flags.c_contiguous or not op.data.flags.writeable:

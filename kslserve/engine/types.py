@@ -46,7 +46,13 @@ class OpKind(enum.IntEnum):
     FORCE = 9
     DROP_SLABS = 10
     DROP_BLOCKS = 11
-    FAULT = 12
+    TOUCH_SLABS = 12
+    TOUCH_BLOCKS = 13
+    FAULT = 14
+
+
+# Ops on `b` slabs or blocks from `a` on.
+SPANS = frozenset((OpKind.DROP_SLABS, OpKind.DROP_BLOCKS, OpKind.TOUCH_SLABS, OpKind.TOUCH_BLOCKS))
 
 
 @dataclass(slots=True)
@@ -62,7 +68,7 @@ class SlotConfig:
 
 @dataclass(slots=True)
 class StateOp:
-    """b: a second index, how many there are from `a` on (DROP_*), or where in the image `data`
+    """b: a second index, how many there are from `a` on (SPANS), or where in the image `data`
     begins (SAVE_*, LOAD_*). data: SlotConfig (CONFIGURE), uint32 array or None (MASK), int32 array
     (FORCE), a writable uint8 array of a slab's or block's bytes or a part of them (SAVE_*, LOAD_*),
     else None."""

@@ -105,6 +105,10 @@ class BlockPool:
         """Free blocks with pages."""
         return self.touched.intersection(self._free)
 
+    def bare(self, n: int) -> list[int]:
+        """Of the `n` free blocks that are given out next, those without pages; next ones first."""
+        return [block for block in self._free[: -n - 1 : -1] if block not in self.touched]
+
     def share(self, blocks: Iterable[int], *, cache: bool = False) -> None:
         """One more reference to each, the cache's or a sequence's; ValueError for a block that
         nobody holds."""

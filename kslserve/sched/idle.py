@@ -3,7 +3,7 @@
 An engine in the machine's own memory takes pages as slabs and blocks are first used and would keep
 them. When nothing ran for a while, it is told to give up those that nobody holds, sequence or
 checkpoint, so that a server in the background stays small. Whoever uses them next pays for new
-pages, which is little beside computing what goes into them.
+pages; part of them is taken ahead of that (ahead.py).
 
 Where there is a disk tier, checkpoints do not hold their pages for ever either: when nothing ran
 for much longer, those worth a file get one, and then they leave memory. The next turn of such a
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kslserve.engine.types import OpKind, StateOp
+from kslserve.sched.ahead import Ahead
 from kslserve.sched.blocks import ranges
 from kslserve.sched.cache.manager import PrefixCache
 from kslserve.sched.deadlines import CallLater, Timer
@@ -27,14 +28,15 @@ class IdleMemory:
     wake: asks for a turn, which carries what the cache copies."""
 
     __slots__ = (
-        "_after_s", "_cache", "_call_later", "_done", "_memory", "_pauses", "_send", "_timer",
-        "_wake",
+        "_after_s", "_ahead", "_cache", "_call_later", "_done", "_memory", "_pauses", "_ready",
+        "_send", "_timer", "_wake",
     )  # fmt: skip
 
     def __init__(
         self,
         memory: Memory,
         cache: PrefixCache,
+        ahead: Ahead,
         after_s: float,
         call_later: CallLater,
         send: Callable[[list[StateOp]], bool],
@@ -42,6 +44,7 @@ class IdleMemory:
     ) -> None:
         self._memory = memory
         self._cache = cache
+        self._ahead = ahead
         self._after_s = after_s
         self._call_later = call_later
         self._send = send
@@ -49,17 +52,22 @@ class IdleMemory:
         self._timer: Timer | None = None
         self._pauses = 0  # since a sequence lived
         self._done = True  # nothing is left to give back until one does
+        self._ready = True  # nothing is left to touch until one does
 
     def busy(self) -> None:
         """A sequence lives."""
         if self._pauses:
             self._pauses = 0
             self._cache.tiers.flushing = False
-        self._done = False
+        self._done = self._ready = False
         self.stop()
 
     def quiet(self) -> None:
         """After a turn: nothing lives and nothing is in flight."""
+        if not self._ready:
+            self._ready = not self._touch()
+            if not self._ready:
+                return  # until this wave ends
         if self._timer is None and self._after_s and not self._done:
             self._timer = self._call_later(self._after_s, self._fire)
 
@@ -82,6 +90,15 @@ class IdleMemory:
         self._done = self._drop() and not ages
         if not self._done:
             self._wake()  # and wait for the next pause
+
+    def _touch(self) -> bool:
+        """Touch the next piece of what a prompt will write; False if none is left, or the engine
+        did not take it."""
+        slabs, blocks = self._ahead.next()
+        if not (slabs or blocks) or not self._send(self._ahead.ops(slabs, blocks)):
+            return False
+        self._ahead.touched(slabs, blocks)
+        return True
 
     def _drop(self) -> bool:
         """Give up what nobody holds; False if the engine did not take that."""

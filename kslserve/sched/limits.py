@@ -26,7 +26,8 @@ class SchedLimits:
     wave_columns: prompt columns of a wave. A timeout of 0 is none. context: tokens of a
     sequence. cache: None for no prefix cache. submit_ahead: keep a second wave in the engine's
     ring, while nothing drafts. spec: None for no speculation. idle_return_s: when unused memory
-    goes back to the system, and the step in which checkpoints age (idle.py); 0: never."""
+    goes back to the system, and the step in which checkpoints age (idle.py); 0: never. ahead_bytes:
+    memory that is touched for the next prompt once nothing runs (ahead.py)."""
 
     max_seqs: int
     max_queue: int
@@ -40,6 +41,7 @@ class SchedLimits:
     submit_ahead: bool = False
     spec: SpecPolicy | None = None
     idle_return_s: float = 0.0
+    ahead_bytes: int = 0
 
 
 class SchedMetrics:

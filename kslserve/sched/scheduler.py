@@ -24,6 +24,7 @@ from kslserve.errors import (
     Unavailable,
 )
 from kslserve.metrics import Metrics
+from kslserve.sched.ahead import Ahead
 from kslserve.sched.cache.diskstore import Scan
 from kslserve.sched.cache.disktier import Disk
 from kslserve.sched.cache.manager import PrefixCache
@@ -96,6 +97,7 @@ class Scheduler:
         self._idle_memory = IdleMemory(
             memory,
             cache,
+            Ahead(memory, info, limits.ahead_bytes),
             limits.idle_return_s,
             self._call_later,
             self._flights.send_ops,

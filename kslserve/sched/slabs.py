@@ -48,6 +48,10 @@ class IndexPool:
         """Free indices with pages."""
         return self.touched.intersection(self._free)
 
+    def bare(self, n: int) -> list[int]:
+        """Of the `n` free indices that are taken next, those without pages; next ones first."""
+        return [index for index in self._free[: -n - 1 : -1] if index not in self.touched]
+
     def release(self, index: int, wave: int) -> None:
         """Give back; `wave` is the last wave that may touch it (0: none). ValueError when nobody
         holds it."""

@@ -8,6 +8,8 @@ from kslserve.sched.cache.saves import CachePolicy
 from kslserve.sched.limits import SchedLimits
 from kslserve.startup.backend import Backend
 
+AHEAD_BYTES = 32 << 20  # of a small model, a turn of some thousand tokens
+
 
 def http_limits(settings: Settings) -> HttpLimits:
     """Those of connections and requests."""
@@ -38,5 +40,6 @@ def sched_limits(settings: Settings, backend: Backend) -> SchedLimits:
         cache=cache,
         submit_ahead=info.ring_depth > 1,
         idle_return_s=backend.idle_return_s,
+        ahead_bytes=0 if settings.device == "cuda" else AHEAD_BYTES,
         spec=backend.drafts,
     )

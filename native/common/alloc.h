@@ -31,6 +31,9 @@ void *alloc_array(Alloc *alloc, size_t count, size_t size);
 // Gives the whole pages of a part of such memory back to the system, until they are written again.
 // What the part holds is undefined afterwards.
 void alloc_discard(void *part, size_t bytes);
+// Takes pages for a part of such memory, as writing it would. What it holds is undefined
+// afterwards.
+void alloc_touch(void *part, size_t bytes);
 // Frees what any of these returned; null is allowed.
 void alloc_free(void *memory);
 

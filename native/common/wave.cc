@@ -179,8 +179,11 @@ int check_op(WaveChecker *c, const ksl_op *op, Place at, ksl_error *error) {
       return rc == KSL_OK ? in_range(error, at, "n (bytes)", op->n, 1, bytes - op->b) : rc;
     }
     case KSL_OP_DROP_SLABS:
-    case KSL_OP_DROP_BLOCKS: {
-      const int most = op->kind == KSL_OP_DROP_SLABS ? l->slabs : l->blocks;
+    case KSL_OP_DROP_BLOCKS:
+    case KSL_OP_TOUCH_SLABS:
+    case KSL_OP_TOUCH_BLOCKS: {
+      const bool slabs = op->kind == KSL_OP_DROP_SLABS || op->kind == KSL_OP_TOUCH_SLABS;
+      const int most = slabs ? l->slabs : l->blocks;
       rc = in_range(error, at, "n", op->n, 1, most);
       return rc == KSL_OK ? in_range(error, at, "a", op->a, 0, most - op->n) : rc;
     }

@@ -100,6 +100,13 @@ void run_op(Backend *b, const ksl_op *op) {
       alloc_discard(b->blocks + op->a * b->block_bytes, op->n * b->block_bytes);
       codes_drop(b, op->a, op->n);
       break;
+    case KSL_OP_TOUCH_SLABS:
+      for (int i = op->a; i < op->a + op->n; i++) alloc_touch(slab_at(b, i), slab_bytes);
+      break;
+    case KSL_OP_TOUCH_BLOCKS:
+      alloc_touch(b->blocks + op->a * b->block_bytes, op->n * b->block_bytes);
+      codes_touch(b, op->a, op->n);
+      break;
     case KSL_OP_FAULT:
       b->fault = true;
       break;

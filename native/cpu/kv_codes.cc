@@ -78,6 +78,10 @@ void codes_drop(Backend *b, int first, int n) {
   if (b->codes) alloc_discard(b->codes + first * b->code_block_bytes, n * b->code_block_bytes);
 }
 
+void codes_touch(Backend *b, int first, int n) {
+  if (b->codes) alloc_touch(b->codes + first * b->code_block_bytes, n * b->code_block_bytes);
+}
+
 void codes_refresh(Backend *b) {
   if (!b->n_stale) return;
   const int tokens = b->config->block_tokens;

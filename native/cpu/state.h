@@ -297,6 +297,7 @@ void codes_init(Backend *b);
 void codes_mark(Backend *b, int block);  // its rows were loaded
 void codes_copy(Backend *b, int from, int to);
 void codes_drop(Backend *b, int first, int n);
+void codes_touch(Backend *b, int first, int n);
 // Makes those that the planned rows read.
 void codes_refresh(Backend *b);
 

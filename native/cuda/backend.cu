@@ -197,6 +197,8 @@ void run_op(Backend *b, const ksl_op *op, int index) {
     }
     case KSL_OP_DROP_SLABS:  // device memory is this process's own as long as it is open
     case KSL_OP_DROP_BLOCKS:
+    case KSL_OP_TOUCH_SLABS:
+    case KSL_OP_TOUCH_BLOCKS:
       break;
     case KSL_OP_FAULT:
       KSL_LAUNCH(&b->device, "a fault that was asked for", fault_kernel, 1, 1);

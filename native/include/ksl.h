@@ -224,7 +224,11 @@ enum {
      in the machine's own memory give the pages back to it until they are written again. */
   KSL_OP_DROP_SLABS = 10,
   KSL_OP_DROP_BLOCKS = 11,
-  KSL_OP_FAULT = 12 /* the backend fails, a device with an error of its own; test hook */
+  /* The same slabs, blocks, ahead of their use: pools that take pages of the machine's memory as
+     they are written take them now. What they hold is undefined as well. */
+  KSL_OP_TOUCH_SLABS = 12,
+  KSL_OP_TOUCH_BLOCKS = 13,
+  KSL_OP_FAULT = 14 /* the backend fails, a device with an error of its own; test hook */
 };
 
 typedef struct ksl_op {

@@ -342,12 +342,20 @@ const Fault kFaults[] = {
     {"edit 0: offset is -1", [](Draft *d) { d->edits[0].offset = -1; }},
     {"edit 1: block id is 24, must be 0 to 23", [](Draft *d) { d->block_ids[4] = kBlocks; }},
     {"edit 0: block id is -1", [](Draft *d) { d->block_ids[0] = -1; }},
-    {"before op 1: kind is 13, must be 0 to 12", [](Draft *d) { d->before[1].kind = 13; }},
+    {"before op 1: kind is 15, must be 0 to 14", [](Draft *d) { d->before[1].kind = 15; }},
     {"before op 1: n is 0, must be 1 to 12",
      [](Draft *d) { d->before[1].kind = KSL_OP_DROP_SLABS; }},
     {"before op 1: a is 23, must be 0 to 22",
      [](Draft *d) {
        d->before[1] = {KSL_OP_DROP_BLOCKS, 23, 0, 2, nullptr};
+     }},
+    {"before op 1: n is 13, must be 1 to 12",
+     [](Draft *d) {
+       d->before[1] = {KSL_OP_TOUCH_SLABS, 0, 0, 13, nullptr};
+     }},
+    {"before op 1: a is 22, must be 0 to 21",
+     [](Draft *d) {
+       d->before[1] = {KSL_OP_TOUCH_BLOCKS, 22, 0, 3, nullptr};
      }},
     {"before op 1: a (slab) is 12, must be 0 to 11", [](Draft *d) { d->before[1].a = kSlabs; }},
     {"after op 0: b (block) is 24, must be 0 to 23", [](Draft *d) { d->after[0].b = kBlocks; }},

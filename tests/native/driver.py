@@ -18,7 +18,7 @@ from kslserve.core.sampling import SamplingParams
 from kslserve.engine.budget import kv_row_bytes
 from kslserve.engine.model import ModelSpec, TensorArg
 from kslserve.engine.tensors import TensorTable
-from kslserve.engine.types import Draft, OpKind, Row, RowKind, SlotConfig, StateOp, TableEdit
+from kslserve.engine.types import SPANS, Draft, OpKind, Row, RowKind, SlotConfig, StateOp, TableEdit
 
 ISA_NAMES = {"auto": 0, "scalar": 1, "avx2": 2, "avx512": 3}
 ISA_PATHS = tuple(ffi.string(lib.ksl_isa_list()).decode().split())
@@ -263,7 +263,7 @@ class Driver:
             out.kind, out.a, out.b = op.kind, op.a, op.b
             if op.kind == OpKind.CONFIGURE:
                 out.data = self.sampling(keep, op.data)
-            elif op.kind in (OpKind.DROP_SLABS, OpKind.DROP_BLOCKS):
+            elif op.kind in SPANS:
                 out.n = op.b
             elif op.data is not None:
                 out.n = len(op.data)

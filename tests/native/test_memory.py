@@ -71,6 +71,33 @@ def test_dropped_memory_goes_back_to_the_system(roomy: Driver) -> None:
     assert np.array_equal(saved[1], slab)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are counted by /proc")
+def test_touched_memory_has_its_pages(roomy: Driver) -> None:
+    def touch() -> int:
+        before = resident()
+        roomy.wave(
+            before=[StateOp(OpKind.TOUCH_BLOCKS, 4, 12), StateOp(OpKind.TOUCH_SLABS, 8, 292)]
+        )
+        return resident() - before
+
+    pages = 12 * roomy.info.block_bytes  # so few slabs may have pages from the start
+    assert touch() > 0.9 * pages
+    assert touch() < 0.01 * pages
+    block = np.full(roomy.info.block_bytes, 3, np.uint8)
+    slab = np.full(roomy.info.slab_bytes, 5, np.uint8)
+    before = resident()
+    roomy.wave(before=[StateOp(OpKind.LOAD_BLOCK, i, data=block) for i in range(4, 16)])
+    roomy.wave(before=[StateOp(OpKind.LOAD_SLAB, i, data=slab) for i in range(8, 300)])
+    assert resident() - before < 0.01 * pages
+    # Nothing else was written.
+    saved = np.zeros_like(block)
+    for number in (3, 4):
+        roomy.wave(before=[StateOp(OpKind.LOAD_BLOCK, number, data=block)])
+    roomy.wave(before=[StateOp(OpKind.TOUCH_BLOCKS, 4, 1)])
+    roomy.wave(before=[StateOp(OpKind.SAVE_BLOCK, 3, data=saved)])
+    assert np.array_equal(saved, block)
+
+
 def test_dropped_memory_computes_the_same_again(roomy: Driver) -> None:
     def answer() -> list[int]:
         stream = roomy.begin(0)

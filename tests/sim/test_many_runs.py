@@ -50,6 +50,7 @@ def random_world(rng: random.Random, sizes: PoolSizes, store: MemoryStore | None
             "queue_timeout_s": rng.choice([0.0, 0.0, 0.05]),
             "request_timeout_s": rng.choice([0.0, 0.0, 0.2]),
             "idle_return_s": rng.choice([0.0, 0.003]),
+            "ahead_bytes": rng.choice([0, 3000, 10_000]),
             "submit_ahead": sizes.ring_depth == 2,
             "cache": cache,
             "spec": rng.choice([None, None, SpecPolicy(), ALWAYS]),

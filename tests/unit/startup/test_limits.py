@@ -10,7 +10,7 @@ from kslserve.config import Settings
 from kslserve.http.flow import HttpLimits
 from kslserve.sched.limits import SchedLimits
 from kslserve.startup.backend import Backend, open_backend
-from kslserve.startup.limits import http_limits, sched_limits
+from kslserve.startup.limits import AHEAD_BYTES, http_limits, sched_limits
 
 ENGINE = {"engine": "fake", "context": 2048, "max_seqs": 3, "wave_columns": 96}
 
@@ -42,7 +42,7 @@ def test_sequences_and_waves() -> None:
     assert limits == SchedLimits(
         max_seqs=3, max_queue=7, wave_columns=96, wave_target_ms=10.5, decode_gap_ms=11.5,
         queue_timeout_s=8.5, request_timeout_s=9.5, context=2048, cache=limits.cache,
-        submit_ahead=False, spec=None, idle_return_s=12.5,
+        submit_ahead=False, spec=None, idle_return_s=12.5, ahead_bytes=AHEAD_BYTES,
     )  # fmt: skip
 
 
