@@ -5,8 +5,10 @@
 Two servers of ksl-nano on the CPU take turns, one with the prefix cache and one without; FLAGS go
 to both. `ratio` is off over on, the median of all repeats: how many times sooner the answer begins
 (of a fan-out: how many times sooner all six have their answer; of decode: how the speed on adopted
-state compares). Every repeat has conversations of its own; which server is asked first alternates
-where both get a turn that follows (append, edit), else it is the one with the cache.
+compares). Every repeat has conversations of its own. The server with the cache is asked first, but
+which one is alternates for an edit. Of appended turns it answers one before the other server does
+and another like it after that, and `on` is the mean: what slows the machine for a second or two
+would else slow the long answer and miss the short one.
 `cpu_ratio` is the same of the server's processor time for the whole answer, which a busy machine
 disturbs less.
 """
@@ -23,6 +25,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -80,8 +83,11 @@ class Server:
 
     def cpu_s(self) -> float:
         """Processor time of all its threads so far."""
-        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/schedstat")
-        return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+        total = 0
+        for task in Path(f"/proc/{self.process.pid}/task").glob("*/schedstat"):
+            with suppress(FileNotFoundError):  # it ended
+                total += int(task.read_text().split()[0])
+        return total / 1e9
 
     def stop(self) -> None:
         self.process.terminate()
@@ -207,10 +213,26 @@ class Round:
         return self._result(ask(self.on, messages), self.without)
 
     def append_200(self) -> Result:
-        return self._both(self.texts.follow(*self.begun, 200))
+        return self._append(200)
 
     def append_2000(self) -> Result:
-        return self._both(self.texts.follow(*self.begun, 2000))
+        return self._append(2000)
+
+    def _append(self, tokens: int) -> Result:
+        """Two turns that follow on the same one, and the first of them without the cache."""
+        messages = self.texts.follow(*self.begun, tokens)
+        before, off = ask(self.on, messages), ask(self.off, messages)
+        after = ask(self.on, self.texts.follow(*self.begun, tokens))
+        return Result(
+            (before.first_s + after.first_s) / 2,
+            off.first_s,
+            (before.cpu_s + after.cpu_s) / 2,
+            off.cpu_s,
+            {
+                "prompt": int(off.usage["prompt_tokens"]),
+                "cached": min(before.cached, after.cached),
+            },
+        )
 
     def decode(self) -> Result:
         """Seconds per token on adopted state, and on state that was computed whole."""
