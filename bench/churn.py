@@ -1,18 +1,21 @@
 """Hours of agents' traffic in minutes, on a full-size model with every tier of the prefix cache:
 in the end nothing may be held that was free before, and memory may not have grown.
 
-    python -m bench.churn [--seconds 120] [--warm-up 40] [--every 5] [--most 60000]
-                          [--host-bytes 256MiB] [--save] [-- FLAGS]
+    python -m bench.churn [--cycles 12] [--seconds 8] [--warm-up 4] [--most 60000]
+                          [--host-bytes 1GiB] [--save] [-- FLAGS]
 
 FLAGS go to the server; by default it serves `synth:27b` in NVFP4 on the CUDA device. Of sixteen
 clients twelve have conversations of their own, which grow to --most tokens, are left and begun
 anew; four send again what real clients sent (tests/data/clients), capture by capture, in every
 dialect. One request in seven is left in the middle. The server has fewer blocks than all of that
-needs, and a host tier that fills in the warm-up. From then on memory is read at even intervals,
-while requests run: each reading is printed, `growth` is what a line through them says of a minute,
-and `late` the median of the last third over that of the first. On the CPU the pools are host memory
-too, whose pages come as they are first written: small ones (--kv-tokens) are full in the warm-up.
-Exit status 1 where something is still held or a request was refused.
+needs. Traffic comes in cycles of --seconds each; behind each of them, when nothing runs, memory is
+read: of the server's process without the images of the host tier, which have a budget and are
+counted (`image_bytes`), and of the device. --warm-up cycles are for pools and tables to fill.
+
+A line through the other readings says how much memory grew over all of them, and how far off that
+may be (two standard errors). `flat` is memory that grew by no more than LIMIT_MIB with the error
+added: growth and readings too wild to say are both `not flat`. Exit status 1 for that, and where
+something is still held or a request was refused.
 """
 
 from __future__ import annotations
@@ -20,7 +23,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import http.client
-import itertools
 import json
 import random
 import statistics
@@ -28,7 +30,9 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +46,7 @@ CLIENTS, CAPTURED = 16, 4
 LEFT = 0.15  # requests whose client hangs up
 SETTLE_S = 30
 MIN_READINGS = 6
+LIMIT_MIB = 16
 ALL_FREE = ("slots_free", "blocks_free", "running", "queued")
 
 
@@ -67,41 +72,48 @@ def device_mib() -> int:
     return int(out.split()[0])
 
 
-def host_mib(server: Server) -> int:
-    """Memory of the server's process that no other has, without the host tier's images."""
-    tier = int(health(server)["scheduler"]["cache"]["host_bytes"]) // 2**20
+def host_mib(server: Server, image_bytes: int) -> float:
+    """Memory of the server's process that no other has, without images."""
     for line in Path(f"/proc/{server.process.pid}/status").read_text().splitlines():
         if line.startswith("RssAnon"):
-            return int(line.split()[1]) // 1024 - tier
-    return 0
+            return int(line.split()[1]) / 1024 - image_bytes / 2**20
+    return 0.0
 
 
 class Traffic:
-    """What all clients do until `end`, and what came of it."""
+    """What all clients do in a cycle, going on from the one before, and what came of it."""
 
     def __init__(self, server: Server, seconds: float, most: int) -> None:
         self.server = server
-        self.end = time.monotonic() + seconds
+        self.seconds = seconds
         self.most = most
         self.counts = {"requests": 0, "left": 0, "refused": 0, "prompt": 0, "cached": 0}
+        self._end = 0.0
         self._texts = Texts(seed=5)
+        self._rngs = [random.Random(number) for number in range(CLIENTS)]
+        self._talks: list[list[Message]] = [[] for _ in range(CLIENTS)]
         self._lock = threading.Lock()
 
-    def client(self, number: int) -> None:
-        rng = random.Random(number)
+    def cycle(self) -> None:
+        self._end = time.monotonic() + self.seconds
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            for job in [pool.submit(self._client, number) for number in range(CLIENTS)]:
+                job.result()
+
+    def _client(self, number: int) -> None:
+        rng = self._rngs[number]
         if number < CAPTURED:
             self._captured(rng)
         else:
-            self._own(rng)
+            self._talks[number] = self._own(rng, self._talks[number])
 
     def _count(self, **figures: int) -> None:
         with self._lock:
             for name, value in figures.items():
                 self.counts[name] += value
 
-    def _own(self, rng: random.Random) -> None:
-        messages: list[Message] = []
-        while time.monotonic() < self.end:
+    def _own(self, rng: random.Random, messages: list[Message]) -> list[Message]:
+        while time.monotonic() < self._end:
             if not messages:
                 with self._lock:
                     messages = self._texts.conversation(rng.randrange(500, 6000))
@@ -117,13 +129,14 @@ class Traffic:
             with self._lock:
                 grown = self._texts.follow(messages, answer, rng.choice((50, 200, 2000)))
             messages = grown if size < self.most and rng.random() < 0.93 else []
+        return messages
 
     def _captured(self, rng: random.Random) -> None:
         paths = sorted(CAPTURES.glob("*.json.gz"))
         while True:
             path = rng.choice(paths)
             for request in json.loads(gzip.decompress(path.read_bytes()))["requests"]:
-                if time.monotonic() > self.end:
+                if time.monotonic() > self._end:
                     return
                 if rng.random() < LEFT:
                     self._leave(request, rng.random())
@@ -147,69 +160,73 @@ class Traffic:
         self._count(left=1)
 
 
-class Memory:
-    """Readings of the server's memory at even intervals from `begin` on, by a thread of its own."""
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """growth: of a line through values at even distances, from the first to the last one. error:
+    two standard errors of that."""
 
-    def __init__(self, server: Server, begin: float, end: float, every: float) -> None:
-        self._server, self._begin, self._end, self._every = server, begin, end, every
-        self.readings: list[tuple[float, int, int]] = []  # seconds, host MiB, device MiB
+    growth: float
+    error: float
 
-    def watch(self) -> None:
-        for number in itertools.count():
-            at = self._begin + number * self._every
-            if at > self._end:
-                return
-            time.sleep(max(0.0, at - time.monotonic()))
-            reading = (number * self._every, host_mib(self._server), device_mib())
-            self.readings.append(reading)
-            print("after {:4.0f} s: host {} MiB, device {} MiB".format(*reading), flush=True)
+    @property
+    def flat(self) -> bool:
+        return self.growth + self.error <= LIMIT_MIB
 
-    def figures(self) -> dict[str, float]:
-        """MiB at first, growth a minute, and the last third over the first."""
-        if len(self.readings) < MIN_READINGS:
-            raise SystemExit("churn: too few readings: more --seconds, or fewer --every.")
-        seconds, *kinds = zip(*self.readings, strict=True)
-        found: dict[str, float] = {}
-        third = len(seconds) // 3
-        for name, values in zip(("host", "device"), kinds, strict=True):
-            slope = statistics.linear_regression(seconds, values).slope
-            late = statistics.median(values[-third:]) - statistics.median(values[:third])
-            found |= {
-                f"{name}_mib": values[0], f"{name}_growth_mib_min": 60 * slope,
-                f"{name}_late_mib": late,
-            }  # fmt: skip
-        return found
+
+def trend(values: Sequence[float]) -> Trend:
+    n = len(values)
+    if n < MIN_READINGS:
+        raise SystemExit(f"churn: {MIN_READINGS} cycles at least have to follow the warm-up.")
+    line = statistics.linear_regression(range(n), values)
+    off = sum((line.intercept + line.slope * x - y) ** 2 for x, y in enumerate(values))
+    spread = sum((x - (n - 1) / 2) ** 2 for x in range(n))
+    return Trend(line.slope * (n - 1), 2 * (n - 1) * (off / (n - 2) / spread) ** 0.5)
 
 
 def churn(report: Report, server: Server, args: argparse.Namespace) -> bool:
-    """Whether everything was served and is free again."""
+    """Whether everything was served and is free again, and memory is flat."""
     before = settled(server)
     traffic = Traffic(server, args.seconds, args.most)
-    memory = Memory(server, traffic.end - args.seconds + args.warm_up, traffic.end, args.every)
-    with ThreadPoolExecutor(CLIENTS + 1) as pool:
-        jobs = [pool.submit(traffic.client, number) for number in range(CLIENTS)]
-        jobs.append(pool.submit(memory.watch))
-        for job in jobs:
-            job.result()
-    after = settled(server)
+    readings: list[tuple[float, float]] = []  # MiB of host and device
+    for number in range(args.warm_up + args.cycles):
+        traffic.cycle()
+        after = settled(server)
+        images = after["cache"]["image_bytes"]
+        reading = host_mib(server, images), float(device_mib())
+        print(
+            f"cycle {number}: {traffic.counts['requests']} requests, host {reading[0]:.1f} MiB, "
+            f"images {images >> 20} MiB, device {reading[1]:.0f} MiB", flush=True,
+        )  # fmt: skip
+        if number >= args.warm_up:
+            readings.append(reading)
     kept = {name: after[name] - before[name] for name in ALL_FREE}
     counts, cache = traffic.counts, after["cache"]
     report.add(
-        "churn", seconds=args.seconds, **counts,
+        "churn", cycles=args.cycles, seconds=args.seconds, **counts,
         shared=counts["cached"] / max(counts["prompt"], 1),
-        **{f"{name}_change": value for name, value in kept.items()}, **memory.figures(),
-        host_tier_mib=cache["host_bytes"] / 2**20, disk_mib=cache["disk_bytes"] / 2**20,
-        reads=cache["reads"], last_error=after["last_error"],
+        **{f"{name}_change": value for name, value in kept.items()},
+        host_tier_mib=cache["host_bytes"] / 2**20, images_mib=cache["image_bytes"] / 2**20,
+        disk_mib=cache["disk_bytes"] / 2**20, reads=cache["reads"], writes=cache["writes"],
+        last_error=after["last_error"],
     )  # fmt: skip
-    return not any(kept.values()) and not counts["refused"]
+    right = not any(kept.values()) and not counts["refused"]
+    for name, values in zip(("host", "device"), zip(*readings, strict=True), strict=True):
+        found = trend(values)
+        report.add(
+            f"memory_{name}", first_mib=values[0], last_mib=values[-1], growth_mib=found.growth,
+            error_mib=found.error, limit_mib=LIMIT_MIB,
+            verdict="flat" if found.flat else "not flat",
+        )  # fmt: skip
+        right &= found.flat
+    return right
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=120)
-    parser.add_argument("--warm-up", type=float, default=40, help="seconds before memory is read")
-    parser.add_argument("--every", type=float, default=5, help="seconds between readings")
-    parser.add_argument("--host-bytes", default="256MiB", help="of the host tier")
+    parser.add_argument("--cycles", type=int, default=12, help="behind which memory is read")
+    parser.add_argument("--seconds", type=float, default=8, help="of a cycle")
+    parser.add_argument("--warm-up", type=int, default=4, help="cycles before those")
+    parser.add_argument("--host-bytes", default="1GiB", help="of the host tier")
     parser.add_argument("--most", type=int, default=60000, help="tokens of a conversation")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("flags", nargs="*", help="flags of the server, after --")

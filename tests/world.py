@@ -17,9 +17,9 @@ from kslserve.engine.types import Ids
 from kslserve.errors import KslError
 from kslserve.metrics import Metrics
 from kslserve.sched.cache.checkpoint import Kind
-from kslserve.sched.cache.diskstore import DiskCopy, DiskStore, Found, Scan
+from kslserve.sched.cache.diskstore import DiskCopy, DiskStore, Found, Scan, Take
 from kslserve.sched.cache.disktier import Disk
-from kslserve.sched.cache.hosttier import Image
+from kslserve.sched.cache.images import Image
 from kslserve.sched.scheduler import Job, SchedLimits, Scheduler, Sequence
 
 SIZES = PoolSizes(
@@ -91,12 +91,15 @@ class MemoryStore:
         self.files[name] = tokens.copy(), kind, slab.copy(), [b.copy() for b in blocks]
         return self._copy(name)
 
-    def read(self, copy: DiskCopy, tokens: Ids) -> tuple[Image, list[Image]]:
+    def read(self, copy: DiskCopy, tokens: Ids, take: Take) -> tuple[Image, list[Image]]:
         if "read" in self.broken:
             raise OSError("bad sector")
         found, _, slab, blocks = self.files[copy.path.name]
         assert np.array_equal(found, tokens)
-        return slab.copy(), [b.copy() for b in blocks]
+        images = take(slab.nbytes, 1) + [take(b.nbytes, 1)[0] for b in blocks]
+        for image, stored in zip(images, [slab, *blocks], strict=True):
+            image[:] = stored
+        return images[0], images[1:]
 
     def remove(self, copy: DiskCopy) -> None:
         self.files.pop(copy.path.name, None)

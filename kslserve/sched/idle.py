@@ -81,6 +81,7 @@ class IdleMemory:
         """Nothing ran all the while, or `busy` would have stopped the timer."""
         self._timer = None
         self._pauses += 1
+        self._cache.tiers.host.images.give_back()
         ages = self._cache.can_age
         if ages and self._pauses >= AGED:
             if self._cache.age():

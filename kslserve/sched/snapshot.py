@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 class CacheSnapshot:
     """Checkpoints by tier (one may be in several), bytes of the lower tiers, and what happened
     since the start: admissions from a checkpoint and without, checkpoints made and evicted from the
-    device, prompt tokens that were not computed, files read, written and unusable."""
+    device, prompt tokens that were not computed, files read, written and unusable. image_bytes:
+    host memory of all images, those that move and the room kept for the next ones included."""
 
     enabled: bool
     device: int
     host: int
     host_bytes: int
+    image_bytes: int
     disk: int
     disk_bytes: int
     hits: int

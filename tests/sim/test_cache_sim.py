@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ import pytest
 from kslserve.core.sampling import SamplingParams
 from kslserve.core.usage import FinishReason
 from kslserve.engine.model import PoolSizes
+from kslserve.sched.cache import hosttier
 from kslserve.sched.cache.saves import CachePolicy
 from kslserve.sched.scheduler import Job
 from tests.world import SIZES, MemoryStore, Recorder, World, alone
@@ -213,6 +215,35 @@ def test_with_a_disk_tier(policy: CachePolicy) -> None:
         again = play(seed, TIGHT, policy=policy, store=store)
         reads.append(again.world.scheduler.cache.tiers.disk.reads)
     assert sum(map(bool, reads)) > len(reads) // 2
+
+
+@pytest.mark.parametrize("policy", [HOST, DISK], ids=["host", "no host"])
+@pytest.mark.parametrize("way", [0, 9000])
+def test_images_are_bounded(monkeypatch: pytest.MonkeyPatch, policy: CachePolicy, way: int) -> None:
+    """At any moment those of the tier and those that move take no more than the budget, and the way
+    or the largest checkpoint. With little room everything comes all the same, one by one."""
+    monkeypatch.setattr(hosttier, "WAY_BYTES", way)
+    policy = replace(policy, host_bytes=min(policy.host_bytes, 8000))
+    taken: list[int] = []
+    check = hosttier.HostTier.check
+
+    def look(host: hosttier.HostTier, *arguments: Any) -> None:
+        check(host, *arguments)
+        taken.append(host.used + host.coming)
+
+    monkeypatch.setattr(hosttier.HostTier, "check", look)
+    store = MemoryStore()
+    reads = 0
+    for seed in range(4):
+        load = play(seed % 2, TIGHT, policy=policy, store=store)
+        tiers = load.world.scheduler.cache.tiers
+        assert tiers.disk.writes or seed > 1
+        assert tiers.host.coming == 0
+        reads += tiers.disk.reads
+        info = load.world.engine.info
+        largest = info.slab_bytes + TIGHT.blocks_per_slot * info.block_bytes
+        assert 0 < max(taken) <= policy.host_bytes + max(way, largest)
+    assert reads
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.churn import Memory
+from bench.churn import trend
 from bench.device import prove
 from bench.report import Report
 
@@ -39,17 +39,23 @@ def test_tests_that_cannot_be_collected(tmp_path: Path) -> None:
     assert not prove(Report("device"), [str(tmp_path)])
 
 
-def test_growth_of_memory() -> None:
-    memory = Memory(None, 0, 0, 0)  # type: ignore[arg-type]
-    memory.readings = [(10.0 * i, 1000 + 2 * i, 500) for i in range(9)]
-    assert memory.figures() == {
-        "host_mib": 1000,
-        "host_growth_mib_min": pytest.approx(12),
-        "host_late_mib": 12,
-        "device_mib": 500,
-        "device_growth_mib_min": 0,
-        "device_late_mib": 0,
-    }
-    memory.readings = memory.readings[:3]
-    with pytest.raises(SystemExit, match="too few readings"):
-        memory.figures()
+@pytest.mark.parametrize(
+    ("readings", "growth", "flat"),
+    [
+        ([100.0] * 8, 0, True),
+        ([100.0, 101, 100, 101, 100, 101, 100, 101], 0.33, True),
+        ([100.0 + 2 * i for i in range(8)], 14, True),
+        ([100.0 + 3 * i for i in range(8)], 21, False),
+        ([100.0, 180, 100, 180, 180, 100, 180, 100], 0, False),  # who knows
+        ([200.0 - 30 * i for i in range(8)], -210, True),
+    ],
+)
+def test_what_is_flat(readings: list[float], growth: float, flat: bool) -> None:
+    found = trend(readings)
+    assert found.growth == pytest.approx(growth, abs=0.01)
+    assert found.flat == flat
+
+
+def test_few_readings_say_nothing() -> None:
+    with pytest.raises(SystemExit, match="6 cycles"):
+        trend([1.0] * 5)

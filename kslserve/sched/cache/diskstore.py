@@ -18,7 +18,7 @@ import os
 import stat
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BufferedReader
@@ -30,7 +30,7 @@ import numpy as np
 from kslserve.engine.types import Ids
 from kslserve.errors import UsageError
 from kslserve.sched.cache.checkpoint import Kind
-from kslserve.sched.cache.hosttier import Image
+from kslserve.sched.cache.images import Image
 
 MAGIC = b"KSLCKPT3"
 HEADER = struct.Struct("<8s32s32s12sQQQQII")  # the fields of Header
@@ -38,7 +38,7 @@ HEADER_CHECK = struct.Struct("<I")
 HEAD_BYTES = HEADER.size + HEADER_CHECK.size
 SUFFIX = ".kslckpt"
 TEMPORARY = ".part"
-ARENA_BYTES = 8 << 20  # images that are read together: numpy asks for huge pages from here on
+BATCH_BYTES, BATCH_IMAGES = 8 << 20, 256  # read together: about as much, not more
 HELP_BYTES = 8 << 20  # from here on a second thread reads half of a file
 NO_HEAD = bytes(32)  # the fingerprint of the MTP head of an engine that has none
 
@@ -57,6 +57,10 @@ class Header(NamedTuple):
     block_bytes: int
     tokens_check: int
     state_check: int
+
+
+Take = Callable[[int, int], list[Image]]  # room for images: bytes of each, how many
+Item = tuple[Image, int]  # an image, and bytes behind it in the file that are not for us
 
 
 class BadFile(Exception):
@@ -160,21 +164,20 @@ class DiskStore:
         entry = path.stat()
         return DiskCopy(path, entry.st_size, entry.st_mtime)
 
-    def read(self, copy: DiskCopy, tokens: Ids) -> tuple[Image, list[Image]]:
+    def read(self, copy: DiskCopy, tokens: Ids, take: Take) -> tuple[Image, list[Image]]:
         """The images of a checkpoint of exactly these tokens. Raises BadFile or OSError."""
         with self._open(copy.path) as file:
             header = self._header(file)
             if not np.array_equal(self._tokens(file, header), tokens):
                 raise BadFile("it is of other tokens")
-            sizes = [header.slab_bytes] + [header.block_bytes] * header.blocks
-            images, check = _images(file.fileno(), file.tell(), sizes)
+            (slab,) = take(header.slab_bytes, 1)
+            own = self.sizes.block_bytes
+            blocks = take(own, header.blocks)
+            items = [(slab, 0)] + [(block, header.block_bytes - own) for block in blocks]
+            check = _fill(file.fileno(), file.tell(), items)
         if check != header.state_check:
             raise BadFile("its checksum is wrong")
         os.utime(copy.path)
-        slab, *blocks = images
-        own = self.sizes.block_bytes
-        if own < header.block_bytes:
-            blocks = [block[:own].copy() for block in blocks]
         return slab, blocks
 
     def remove(self, copy: DiskCopy) -> None:
@@ -247,45 +250,45 @@ def _joined(checks: Sequence[int]) -> int:
     return zlib.crc32(np.array(checks, "<u4").data)
 
 
-def _images(fd: int, at: int, sizes: Sequence[int]) -> tuple[list[Image], int]:
-    """The images of these sizes from a position of a file on, and their checksum."""
-    ends = np.cumsum(sizes).tolist()
+def _fill(fd: int, at: int, items: Sequence[Item]) -> int:
+    """Read images from a position of a file on; their checksum."""
+    ends = np.cumsum([image.nbytes + rest for image, rest in items]).tolist()
     if ends[-1] < HELP_BYTES:
-        images, checks = _part(fd, at, sizes)
-        return images, _joined(checks)
+        return _joined(_part(fd, at, items))
     middle = next(i for i, end in enumerate(ends, 1) if 2 * end >= ends[-1])
     with ThreadPoolExecutor(1, thread_name_prefix="disk-half") as helper:
-        later = helper.submit(_part, fd, at + ends[middle - 1], sizes[middle:])
-        images, checks = _part(fd, at, sizes[:middle])
-        more, more_checks = later.result()
-    return images + more, _joined(checks + more_checks)
+        later = helper.submit(_part, fd, at + ends[middle - 1], items[middle:])
+        checks = _part(fd, at, items[:middle])
+        return _joined(checks + later.result())
 
 
-def _part(fd: int, at: int, sizes: Sequence[int]) -> tuple[list[Image], list[int]]:
-    """Consecutive images and the checksum of each. Small ones share memory, which goes with the
-    last of them."""
-    images: list[Image] = []
+def _part(fd: int, at: int, items: Sequence[Item]) -> list[int]:
+    """Read consecutive images; the checksum of each, with what is behind it."""
     checks: list[int] = []
-    while len(images) < len(sizes):
-        first = len(images)
-        end, nbytes = first, 0
-        while end < len(sizes) and nbytes < ARENA_BYTES:
-            nbytes += sizes[end]
-            end += 1
-        arena = np.empty(nbytes, np.uint8)
-        done = 0
-        while done < nbytes:
-            n = os.preadv(fd, [arena.data[done:]], at + done)
-            if not n:
-                raise BadFile("it is too short")
-            done += n
+    while len(checks) < len(items):
+        batch: list[tuple[Image, Image]] = []
+        nbytes = 0
+        for image, rest in items[len(checks) : len(checks) + BATCH_IMAGES]:
+            if nbytes >= BATCH_BYTES:
+                break
+            batch.append((image, np.empty(rest, np.uint8)))
+            nbytes += image.nbytes + rest
+        _read_into(fd, at, [part.data for both in batch for part in both if part.nbytes])
         at += nbytes
-        offset = 0
-        for size in sizes[first:end]:
-            images.append(arena[offset : offset + size])
-            checks.append(zlib.crc32(images[-1].data))
-            offset += size
-    return images, checks
+        checks += [zlib.crc32(rest.data, zlib.crc32(image.data)) for image, rest in batch]
+    return checks
+
+
+def _read_into(fd: int, at: int, buffers: list[memoryview]) -> None:
+    while buffers:
+        n = os.preadv(fd, buffers, at)
+        if not n:
+            raise BadFile("it is too short")
+        at += n
+        while buffers and n >= len(buffers[0]):
+            n -= len(buffers.pop(0))
+        if n:
+            buffers[0] = buffers[0][n:]
 
 
 def _image(file: BufferedReader, nbytes: int) -> Image:

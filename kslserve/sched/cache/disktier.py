@@ -5,6 +5,7 @@ one; results come back on the event loop. A file is written from a host copy and
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -79,6 +80,7 @@ class DiskTier:
         self._settled = settled
         self._writing: set[Checkpoint] = set()
         self._reading: dict[Checkpoint, list[Reader]] = {}
+        self._next: deque[Checkpoint] = deque()  # of those, what has no room in memory yet
 
     @property
     def busy(self) -> bool:
@@ -89,6 +91,11 @@ class DiskTier:
     def full(self) -> bool:
         """No more can be given to the disk thread now."""
         return len(self._writing) >= WRITES_MAX
+
+    @property
+    def waiting(self) -> bool:
+        """Something is to be read as soon as there is room in host memory."""
+        return bool(self._next)
 
     def restore(self, scan: Scan) -> None:
         """Make known what is on disk from earlier."""
@@ -125,7 +132,8 @@ class DiskTier:
         """Whether there is room for its file, or files that are worth less."""
         info, budget = self._info, self._disk.budget
         blocks = -(-checkpoint.position // info.block_tokens)
-        nbytes = info.slab_bytes + blocks * info.block_bytes + 4 * checkpoint.position + HEAD_BYTES
+        images = info.slab_bytes + blocks * info.block_bytes
+        nbytes = images + 4 * checkpoint.position + HEAD_BYTES
         if nbytes > budget:
             return False
         free = budget - self.used + sum(copy.nbytes for copy in self.foreign)
@@ -179,12 +187,33 @@ class DiskTier:
             if reader not in readers:
                 readers.append(reader)
             return
-        copy, store = checkpoint.disk, self._disk.store
-        assert copy is not None
         self._reading[checkpoint] = [reader]
-        tokens = checkpoint.node.ids()
+        self._next.append(checkpoint)
+        self.begin_reads()
+
+    def begin_reads(self) -> None:
+        """Read what there is room for, in order."""
+        info, host = self._info, self._host
+        while self._next:
+            checkpoint = self._next[0]
+            copy, store = checkpoint.disk, self._disk.store
+            assert copy is not None
+            blocks = -(-checkpoint.position // info.block_tokens)
+            nbytes = info.slab_bytes + blocks * info.block_bytes
+            if self._reading[checkpoint]:
+                if not host.has_way(nbytes):
+                    return
+                host.coming += nbytes
+                self._begin(checkpoint, copy, store, nbytes)
+            else:
+                del self._reading[checkpoint]
+            self._next.popleft()
+
+    def _begin(self, checkpoint: Checkpoint, copy: DiskCopy, store: DiskStore, nbytes: int) -> None:
+        tokens, take = checkpoint.node.ids(), self._host.images.take
         self._disk.runner.run(
-            lambda: store.read(copy, tokens), lambda images, e: self._read(checkpoint, images, e)
+            lambda: store.read(copy, tokens, take),
+            lambda images, e: self._read(checkpoint, nbytes, images, e),
         )
 
     def forget(self, reader: Reader) -> None:
@@ -193,8 +222,11 @@ class DiskTier:
             if reader in readers:
                 readers.remove(reader)
 
-    def _read(self, checkpoint: Checkpoint, images: Any, error: Exception | None) -> None:
+    def _read(
+        self, checkpoint: Checkpoint, nbytes: int, images: Any, error: Exception | None
+    ) -> None:
         readers = self._reading.pop(checkpoint)
+        self._host.coming -= nbytes
         if error is not None:
             if not isinstance(error, (BadFile, OSError)):
                 raise error

@@ -211,6 +211,7 @@ class PrefixCache:
             device=len(device.held),
             host=len(tiers.host),
             host_bytes=tiers.host.used,
+            image_bytes=tiers.host.images.held,
             disk=disk.files if disk is not None else 0,
             disk_bytes=disk.used if disk is not None else 0,
             hits=self.hits,
@@ -233,5 +234,6 @@ class PrefixCache:
     def check(self) -> None:
         """Assert that index and copies agree."""
         self.index.check()
-        self.tiers.host.check(self.index.checkpoints())
+        active = self.tiers.active
+        self.tiers.host.check(self.index.checkpoints(), active.known if active is not None else ())
         self.device.check()

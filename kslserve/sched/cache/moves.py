@@ -5,22 +5,34 @@ planned again."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kslserve.engine.types import OpKind, StateOp
 from kslserve.sched.cache.checkpoint import Checkpoint
-from kslserve.sched.cache.hosttier import HostBlock, HostCopy, Image
+from kslserve.sched.cache.hosttier import HostBlock, HostCopy
+from kslserve.sched.cache.images import Image
 
 Item = tuple[OpKind, int, int, Image]  # kind, index, where the image begins in what it is of
 PART_MIN = 1024
 
 
 class Transfer:
-    """The ops between a checkpoint's place on the device and a host copy."""
+    """The ops between a checkpoint's place on the device and a host copy. known: blocks that
+    the host has already. nbytes: of all others and the slab."""
 
-    __slots__ = ("_items", "_planned", "_sent", "checkpoint", "copy")
+    __slots__ = ("_items", "_planned", "_sent", "checkpoint", "copy", "known", "nbytes")
 
-    def __init__(self, checkpoint: Checkpoint, copy: HostCopy, items: list[Item]) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        copy: HostCopy,
+        items: list[Item],
+        known: Sequence[HostBlock] = (),
+    ) -> None:
         self.checkpoint = checkpoint
         self.copy = copy
+        self.known = known
+        self.nbytes = sum(image.nbytes for _, _, _, image in items)
         self._items = items
         self._sent = self._planned = 0
 
@@ -72,7 +84,7 @@ def save(
     items = parts(OpKind.SAVE_SLAB, device.slab, slab, most)
     for block, image in zip(device.blocks[len(known) :], images, strict=True):
         items.append((OpKind.SAVE_BLOCK, block, 0, image))
-    return Transfer(checkpoint, HostCopy(slab, blocks), items)
+    return Transfer(checkpoint, HostCopy(slab, blocks), items, known)
 
 
 def load(

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from heapq import nsmallest
-
-import numpy as np
+from math import inf
 
 from kslserve.engine.types import EngineInfo, StateOp
 from kslserve.sched.cache import moves
@@ -81,10 +80,11 @@ class Tiers:
     # ------------------------------------------------------------ device to host
 
     def start_save(self) -> None:
-        """Begin to copy down what is worth it, if nothing is on its way."""
+        """Begin to copy down what is worth it, if nothing is on its way. Where host memory has no
+        room for it now, a later call will find some: readers come first."""
         if self.active is not None or not self.dirty:
             return
-        if self.disk is not None and self.disk.full:
+        if self.disk is not None and (self.disk.full or self.disk.waiting):
             return
         wanted = self._wanted() if self.enabled else []
         if not wanted:
@@ -92,14 +92,18 @@ class Tiers:
             return
         checkpoint = max(wanted, key=self._durable_value)
         assert checkpoint.device is not None
-        info = self._info
-        known = self.host.shared(checkpoint.node)[: checkpoint.position // info.block_tokens]
-        images = [
-            np.empty(info.block_bytes, np.uint8)
-            for _ in range(len(checkpoint.device.blocks) - len(known))
-        ]
-        slab = np.empty(info.slab_bytes, np.uint8)
+        host, info = self.host, self._info
+        if self._fits(checkpoint):
+            self._trim(self._new_bytes(checkpoint), self._value(checkpoint))
+        if not host.has_way(self._new_bytes(checkpoint)):
+            return
+        known = host.shared(checkpoint.node)[: checkpoint.position // info.block_tokens]
+        missing = len(checkpoint.device.blocks) - len(known)
+        (slab,) = host.images.take(info.slab_bytes)
+        images = host.images.take(info.block_bytes, missing)
         self.active = moves.save(checkpoint, slab, known, images, self._policy.part_bytes)
+        host.hold(known)
+        host.coming += self.active.nbytes
         checkpoint.moving = True
         checkpoint.tried = self._now()
 
@@ -124,7 +128,7 @@ class Tiers:
         active = self.active
         if active is not None and active.all_sent:
             self._end_save(active.copy)
-        self.start_save()
+        self._next_moves()
 
     def evicted(self, checkpoint: Checkpoint) -> None:
         """Its memory on the device will be reused."""
@@ -146,13 +150,18 @@ class Tiers:
             self._end_save(None)
 
     def _end_save(self, copy: HostCopy | None) -> None:
-        assert self.active is not None
-        checkpoint, self.active = self.active.checkpoint, None
+        active, self.active = self.active, None
+        assert active is not None
+        checkpoint = active.checkpoint
         checkpoint.moving = False
-        if copy is None or checkpoint.host is not None:
+        keeps = copy is not None and checkpoint.host is None
+        if copy is not None and keeps:
+            self.host.add(checkpoint, copy)
+        self.host.coming -= active.nbytes
+        self.host.release(active.known)
+        if not keeps:
             self._drop_if_lost(checkpoint)
             return
-        self.host.add(checkpoint, copy)
         if self.disk is not None and (self.flushing or not self.host.budget):
             self.disk.write(checkpoint)
         self._trim()
@@ -177,6 +186,8 @@ class Tiers:
     def unpin(self, copy: HostCopy) -> None:
         copy.pins -= 1
         self._trim()
+        if self.disk is not None:
+            self.disk.begin_reads()
 
     def clear(self, stays: Callable[[Checkpoint], bool] = lambda checkpoint: False) -> None:
         """Forget what is in host memory and not in use, but for what `stays`."""
@@ -186,11 +197,10 @@ class Tiers:
 
     def _fits(self, checkpoint: Checkpoint) -> bool:
         """Whether the host tier has room for it, or something that is worth less."""
-        host, info = self.host, self._info
+        host = self.host
         if not host.budget:
             return False
-        blocks = -(-checkpoint.position // info.block_tokens) - len(host.shared(checkpoint.node))
-        nbytes = info.slab_bytes + blocks * info.block_bytes
+        nbytes = self._new_bytes(checkpoint)
         if nbytes > host.budget:
             return False
         if host.used + nbytes <= host.budget:
@@ -198,12 +208,20 @@ class Tiers:
         least = min(host.loose(), key=self._value, default=None)
         return least is not None and self._value(least) < self._value(checkpoint)
 
-    def _trim(self) -> None:
-        """Keep the host tier in its budget; to disk with what is worth it."""
+    def _new_bytes(self, checkpoint: Checkpoint) -> int:
+        """Bytes of the images that a host copy of it would add."""
+        info = self._info
+        blocks = -(-checkpoint.position // info.block_tokens)
+        blocks -= len(self.host.shared(checkpoint.node))
+        return info.slab_bytes + blocks * info.block_bytes
+
+    def _trim(self, nbytes: int = 0, below: float = inf) -> None:
+        """Keep the host tier in its budget, with room for `nbytes` more where what is worth less
+        than `below` can give it; to disk with what is worth it."""
         host, disk = self.host, self.disk
-        while host.used > host.budget:
+        while host.used + nbytes > host.budget:
             victim = min(host.loose(), key=self._value, default=None)
-            if victim is None:
+            if victim is None or self._value(victim) >= below:
                 return
             if disk is not None and disk.wants(victim) and not disk.full:
                 disk.write(victim)
@@ -241,8 +259,14 @@ class Tiers:
         """A file was written or read, or could not be."""
         self._trim()
         self.dirty = True
-        self.start_save()
+        self._next_moves()
         self.on_change()
+
+    def _next_moves(self) -> None:
+        """There may be room in host memory."""
+        if self.disk is not None:
+            self.disk.begin_reads()
+        self.start_save()
 
     def _drop_if_lost(self, checkpoint: Checkpoint) -> None:
         if not checkpoint.stored:

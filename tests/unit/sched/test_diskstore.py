@@ -26,6 +26,10 @@ def images(seed: int = 0) -> tuple[np.ndarray, list[np.ndarray]]:
     ]
 
 
+def take(nbytes: int, count: int) -> list[np.ndarray]:
+    return [np.empty(nbytes, np.uint8) for _ in range(count)]
+
+
 def written(folder: Path, tokens: np.ndarray = TOKENS, sizes: StateSizes = SIZES) -> DiskCopy:
     return DiskStore(str(folder), sizes).write(tokens, Kind.STABLE, *images())
 
@@ -38,7 +42,7 @@ def test_there_and_back(tmp_path: Path) -> None:
     (found,) = scan.found
     assert (found.kind, found.copy, scan.foreign, scan.bad) == (Kind.STABLE, copy, [], 0)
     assert np.array_equal(found.tokens, TOKENS)
-    slab, blocks = store.read(copy, TOKENS)
+    slab, blocks = store.read(copy, TOKENS, take)
     expected = images()
     assert np.array_equal(slab, expected[0])
     assert all(np.array_equal(a, b) for a, b in zip(blocks, expected[1], strict=True))
@@ -70,7 +74,7 @@ def test_other_tokens_are_refused(tmp_path: Path) -> None:
     store = DiskStore(str(tmp_path), SIZES)
     for other in (TOKENS[:-1], TOKENS + 1, np.append(TOKENS, 1).astype(np.int32)):
         with pytest.raises(BadFile):
-            store.read(copy, other)
+            store.read(copy, other, take)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +90,7 @@ def test_other_models_are_refused(tmp_path: Path, sizes: StateSizes) -> None:
     copy = written(tmp_path)
     other = DiskStore(str(tmp_path), sizes)
     with pytest.raises(BadFile):
-        other.read(copy, TOKENS)
+        other.read(copy, TOKENS, take)
     scan = other.scan()
     assert scan.found == []
     assert len(scan.foreign) + scan.bad == 1
@@ -100,11 +104,10 @@ def test_an_engine_without_a_head_reads_files_of_one_with_it(tmp_path: Path) -> 
     plain = DiskStore(str(tmp_path), replace(SIZES, block_bytes=20))
     (found,) = plain.scan().found
     assert np.array_equal(found.tokens, TOKENS)
-    slab, blocks = plain.read(found.copy, TOKENS)
+    slab, blocks = plain.read(found.copy, TOKENS, take)
     expected = images()
     assert np.array_equal(slab, expected[0])
     assert all(np.array_equal(a, b[:20]) for a, b in zip(blocks, expected[1], strict=True))
-    assert all(block.base is None for block in blocks), "what is not needed is not kept"
     short = [block[:20].copy() for block in expected[1]]
     own = plain.write(TOKENS, Kind.STABLE, expected[0], short)
     assert own.path != copy.path
@@ -115,7 +118,7 @@ def test_an_engine_without_a_head_reads_files_of_one_with_it(tmp_path: Path) -> 
         assert [f.copy.path for f in scan.found] == ([copy.path] if sizes is with_head else [])
         assert (len(scan.found) + len(scan.foreign), scan.bad) == (2, 0)
         with pytest.raises(BadFile):
-            DiskStore(str(tmp_path), sizes).read(own, TOKENS)
+            DiskStore(str(tmp_path), sizes).read(own, TOKENS, take)
 
 
 @pytest.mark.parametrize("help_bytes", [diskstore.HELP_BYTES, 1])
@@ -132,28 +135,28 @@ def test_every_damaged_byte_is_seen(
         raw[at] ^= 0x10
         copy.path.write_bytes(raw)
         with pytest.raises(BadFile):
-            store.read(copy, TOKENS)
+            store.read(copy, TOKENS, take)
         store.scan()
     for size in (0, 7, 60, len(whole) - 1):
         copy.path.write_bytes(whole[:size])
         with pytest.raises(BadFile):
-            store.read(copy, TOKENS)
+            store.read(copy, TOKENS, take)
         assert store.scan().bad == 1
     copy.path.write_bytes(whole + b"x")
     assert store.scan().bad == 1
     copy.path.write_bytes(whole)
-    store.read(copy, TOKENS)
+    store.read(copy, TOKENS, take)
 
 
-@pytest.mark.parametrize("arena_bytes", [1, 30, 50, 1000])
+@pytest.mark.parametrize("batch_bytes", [1, 30, 50, 1000])
 @pytest.mark.parametrize("block_bytes", [7, 64, 500])
-def test_halves_and_shared_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arena_bytes: int, block_bytes: int
+def test_halves_and_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_bytes: int, block_bytes: int
 ) -> None:
-    """However images are put together and shared out, they come back as they were, and images that
+    """However images are put together and read, they come back as they were, and images that
     were exchanged do not."""
     monkeypatch.setattr(diskstore, "HELP_BYTES", 1)
-    monkeypatch.setattr(diskstore, "ARENA_BYTES", arena_bytes)
+    monkeypatch.setattr(diskstore, "BATCH_BYTES", batch_bytes)
     rng = np.random.default_rng(block_bytes)
     for n in (1, 2, 3, 9):
         sizes = replace(SIZES, block_bytes=block_bytes)
@@ -162,7 +165,7 @@ def test_halves_and_shared_memory(
         slab = rng.integers(0, 256, 40, np.uint8)
         blocks = [rng.integers(0, 256, block_bytes, np.uint8) for _ in range(n)]
         copy = store.write(tokens, Kind.STABLE, slab, blocks)
-        read_slab, read_blocks = store.read(copy, tokens)
+        read_slab, read_blocks = store.read(copy, tokens, take)
         assert np.array_equal(read_slab, slab)
         assert all(np.array_equal(a, b) for a, b in zip(read_blocks, blocks, strict=True))
         raw = copy.path.read_bytes()
@@ -173,7 +176,7 @@ def test_halves_and_shared_memory(
             other = raw[:begin] + raw[middle:end] + raw[begin:middle] + raw[end:]
             copy.path.write_bytes(other)
             with pytest.raises(BadFile, match="checksum"):
-                store.read(copy, tokens)
+                store.read(copy, tokens, take)
 
 
 def test_leftovers_links_and_strangers(tmp_path: Path) -> None:
