@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kslserve.engine.buffers import IdBuffer, StructBuffer
+from kslserve.engine.sampling import int32, sampling_struct
 from kslserve.engine.types import (
     CUTS_MAX,
     SPANS,
@@ -24,7 +25,6 @@ from kslserve.engine.types import (
     OpKind,
     Row,
     RowKind,
-    SlotConfig,
     StateOp,
     Wave,
 )
@@ -203,10 +203,10 @@ class WavePacker:
         for i, op in enumerate(ops):
             n, address = 0, 0
             if op.kind is OpKind.CONFIGURE:
-                sampling = self._sampling(op.data, keep)
+                sampling = sampling_struct(self._ffi, op.data, keep)
                 address = int(self._ffi.cast("uintptr_t", sampling))
             elif op.kind is OpKind.FORCE:
-                ids = _int32(op.data)
+                ids = int32(op.data)
                 keep.append(ids)
                 n, address = len(ids), ids.ctypes.data
             elif op.kind is OpKind.MASK and op.data is not None:
@@ -223,36 +223,6 @@ class WavePacker:
                 pending.pinned.append(op.data)
                 n, address = op.data.nbytes, op.data.ctypes.data
             OP.pack_into(memory, i * OP.size, op.kind, op.a, op.b, n, address)
-
-    def _sampling(self, config: SlotConfig, keep: list[Any]) -> Any:
-        params = config.sampling
-        prompt, output = _int32(config.prompt_ids), _int32(config.output_ids)
-        stop = _int32(config.stop_ids)
-        bias_ids = _int32([i for i, _ in params.logit_bias])
-        bias = np.array([b for _, b in params.logit_bias], dtype=np.float32)
-        ffi = self._ffi
-        sampling = ffi.new("ksl_sampling *")
-        sampling.seed = config.seed
-        sampling.temperature = params.temperature
-        sampling.top_p = params.top_p
-        sampling.min_p = params.min_p
-        sampling.presence = params.presence_penalty
-        sampling.frequency = params.frequency_penalty
-        sampling.repetition = params.repetition_penalty
-        sampling.top_k = max(params.top_k, 0)
-        for name, array in (
-            ("stop", stop),
-            ("bias", bias_ids),
-            ("prompt", prompt),
-            ("output", output),
-        ):
-            setattr(sampling, f"n_{name}", len(array))
-            if len(array):
-                setattr(sampling, f"{name}_ids", ffi.from_buffer("int32_t[]", array))
-        if len(bias):
-            sampling.bias = ffi.from_buffer("float[]", bias)
-        keep += [sampling, prompt, output, stop, bias_ids, bias]
-        return sampling
 
     def _pack_edits(self, wave: Wave) -> int:
         """Edits and their block ids; the number of ids."""
@@ -292,9 +262,3 @@ def _check_length(row: Row, n: int) -> None:
     expected = 1 if row.draft == OWN else row.n + (row.kind == SCORE)
     if n != expected:
         raise ValueError(f"a row of {row.n} positions has {n} tokens")
-
-
-def _int32(values: Any) -> npt.NDArray[np.int32]:
-    if values is None:
-        return np.empty(0, dtype=np.int32)
-    return np.ascontiguousarray(values, dtype=np.int32)

@@ -1,5 +1,5 @@
 """A backend against the scalar reference of the CPU: the logits of rows of every kind; and, as it
-is served, against itself.
+is served, against itself; what it samples and copies.
 
 Both engines get the same ids, so that a difference shows where it arises and grows no further than
 one sequence. The reference computes in float32, on weights decoded exactly.
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kslserve.engine.model import ModelSpec, PoolSizes, TensorArg
 from kslserve.engine.native import NativeEngine
 from kslserve.engine.types import Draft, EngineInfo, Row, RowKind
-from kslserve.selftest import served
+from kslserve.selftest import chosen, moved, served
 from kslserve.selftest.waves import Ids, Waves, given
 
 SIZES = PoolSizes(
@@ -46,8 +46,8 @@ F32 = npt.NDArray[np.float32]
 @dataclass(frozen=True, slots=True)
 class Parity:
     """rows: how the columns were computed. error: relative L2 distance of their logits. limit: of
-    what is right. same_best: share of columns whose best id is the reference's. Of `served`: shares
-    of bytes or ids that differ, and that do not."""
+    what is right. same_best: share of columns whose best id is the reference's. Of what has to be
+    equal: shares of bytes or ids that differ, and that do not."""
 
     rows: str
     error: float
@@ -66,7 +66,7 @@ def compare(
     ids = np.random.default_rng(seed).integers(0, spec.token_limit, LONG + 64).astype(np.int32)
     engine = subject(spec, tensors, SIZES)
     info = engine.info
-    found, same = asyncio.run(_subject(engine, ids))
+    found, same = asyncio.run(_subject(engine, ids, spec))
     expected = asyncio.run(_reference(reference(spec, tensors, SIZES), ids))
     near = [_distance(rows, found[rows], expected[rows], limit(info, rows)) for rows in expected]
     return near + [Parity(s.what, s.differing, 0.0, 1.0 - s.differing) for s in same]
@@ -93,9 +93,14 @@ def _distance(rows: str, found: F32, expected: F32, limit: float) -> Parity:
     return Parity(rows, error, limit, same)
 
 
-async def _subject(engine: NativeEngine, ids: Ids) -> tuple[dict[str, F32], list[served.Sameness]]:
+async def _subject(
+    engine: NativeEngine, ids: Ids, spec: ModelSpec
+) -> tuple[dict[str, F32], list[served.Sameness]]:
     with Waves(engine) as waves:
-        return await _logits(waves, ids), await served.compare(waves, ids)
+        logits = await _logits(waves, ids)
+        same = await served.compare(waves, ids)
+        same += await chosen.compare(waves, ids, spec)
+        return logits, same + await moved.compare(waves, ids)
 
 
 async def _reference(engine: NativeEngine, ids: Ids) -> dict[str, F32]:

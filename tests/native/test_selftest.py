@@ -6,14 +6,15 @@ import dataclasses
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kslserve.cli import run as command
 from kslserve.engine.model import ModelSpec, PoolSizes, TensorArg
 from kslserve.engine.native import CPU_LIBRARY, NativeEngine
-from kslserve.engine.types import Draft, Row, RowKind
+from kslserve.engine.types import Draft, OpKind, Row, StateOp
 from kslserve.errors import EngineError
-from kslserve.selftest import parity, served
+from kslserve.selftest import chosen, moved, parity, served
 from kslserve.selftest.models import SHAPES, random_tensors
 from kslserve.selftest.waves import Waves
 
@@ -27,6 +28,10 @@ ROWS = [
     "prompt beside decode",
     "unwatched",
     "own drafts",
+    "sampled ids",
+    "masked ids",
+    "cuts",
+    "copies",
 ]
 
 
@@ -59,7 +64,7 @@ def test_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     results = parity.compare(swapped, partial(opener, "scalar"), spec, tensors, 3)
     assert [result.rows for result in results] == ROWS
     # The head is not in the first product, and as wrong unwatched.
-    right = [parity.PRODUCTS, served.UNWATCHED, served.DRAFTED]
+    right = [parity.PRODUCTS, *ROWS[ROWS.index(served.UNWATCHED) :]]
     assert [result.rows for result in results if result.right] == right
     results = parity.compare(partial(opener, "auto"), partial(opener, "scalar"), spec, tensors, 3)
     assert all(result.right and result.same_best == 1 for result in results)
@@ -69,25 +74,57 @@ def test_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     assert "WRONG" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("what", [served.UNWATCHED, served.DRAFTED])
-def test_what_is_served_wrong(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """A backend that takes other ids where nobody watches it, or where it verifies its drafts."""
+def other_row(what: str, row: Row, watched: bool) -> Row:
+    """What a wrong backend makes of a row."""
+    if what == served.DRAFTED and row.draft is Draft.OWN:
+        return dataclasses.replace(row, tokens=[3])
+    # No other part runs rows of so many columns unwatched.
+    if what == served.UNWATCHED and not watched and row.n == served.LONG:
+        return dataclasses.replace(row, tokens=[5] * row.n)
+    if what == moved.CUTS:
+        return dataclasses.replace(row, cuts=tuple((min(at + 1, row.n), s) for at, s in row.cuts))
+    return row
+
+
+def other_op(what: str, op: StateOp) -> StateOp:
+    """What a wrong backend makes of an op."""
+    if what == chosen.SAMPLED and op.kind is OpKind.CONFIGURE:
+        sampling = dataclasses.replace(op.data.sampling, top_k=0)
+        return dataclasses.replace(op, data=dataclasses.replace(op.data, sampling=sampling))
+    if what == chosen.MASKED and op.kind is OpKind.MASK:
+        return dataclasses.replace(op, data=op.data | np.uint32(1 << 9))
+    if what == moved.COPIES and op.kind is OpKind.LOAD_SLAB and op.b:
+        return dataclasses.replace(op, b=0)
+    return op
+
+
+@pytest.mark.parametrize(
+    ("what", "wrong"),
+    [
+        (served.UNWATCHED, [served.UNWATCHED]),
+        (served.DRAFTED, [served.DRAFTED]),
+        (chosen.SAMPLED, [chosen.SAMPLED, chosen.MASKED]),
+        (chosen.MASKED, [chosen.MASKED]),
+        (moved.CUTS, [moved.CUTS]),
+        (moved.COPIES, [moved.COPIES]),
+    ],
+)
+def test_what_is_served_wrong(monkeypatch: pytest.MonkeyPatch, what: str, wrong: list[str]) -> None:
+    """A backend that takes other ids where nobody watches it or where it verifies its drafts, that
+    ignores top_k, allows an id too many, cuts a row a position too late, or puts the parts of an
+    image into the same place."""
     send = Waves.send
 
     def altered(self: Waves, **parts: Any) -> Any:
-        def other(row: Row) -> Row:
-            if what == served.DRAFTED:
-                return dataclasses.replace(row, tokens=[3]) if row.draft is Draft.OWN else row
-            wrong = not parts.get("taps") and row.kind is RowKind.PREFILL
-            return dataclasses.replace(row, tokens=[5] * row.n) if wrong else row
-
-        return send(self, **{**parts, "rows": [other(row) for row in parts.get("rows", ())]})
+        rows = [other_row(what, row, bool(parts.get("taps"))) for row in parts.get("rows", ())]
+        before = [other_op(what, op) for op in parts.get("before", ())]
+        return send(self, **{**parts, "rows": rows, "before": before})
 
     monkeypatch.setattr(Waves, "send", altered)
     spec = SHAPES["ragged"]
     tensors = random_tensors(spec, "bf16", 3)
     results = parity.compare(partial(opener, "auto"), partial(opener, "scalar"), spec, tensors, 3)
-    assert [result.rows for result in results if not result.right] == [what]
+    assert [result.rows for result in results if not result.right] == wrong
 
 
 def test_a_backend_that_fails_is_wrong(
