@@ -184,9 +184,14 @@ bool is_of_blocks(const ksl_op *op) {
          op->kind == KSL_OP_LOAD_BLOCK || op->kind == KSL_OP_DROP_BLOCKS;
 }
 
-// Whether blocks, or the tables that say whose they are, are read or change around the rows.
-bool touches_blocks(const Wave *wave) {
-  if (wave->n_edits) return true;
+// Whether blocks are read or change around the rows, or what a table says of those that columns
+// wait to write to. What it says of others, as when a sequence is given its next block, is no
+// matter: rows are written in the order of their waves.
+bool touches_blocks(const Backend *b, const Wave *wave) {
+  for (int i = 0; i < wave->n_edits; i++) {
+    const ksl_edit *edit = &wave->edits[i];
+    if (mtp_waits(b, edit->slot, edit->start, edit->n)) return true;
+  }
   for (int i = 0; i < wave->n_before; i++) {
     if (is_of_blocks(&wave->before[i])) return true;
   }
@@ -198,7 +203,7 @@ bool touches_blocks(const Wave *wave) {
 
 int cpu_run(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
   b->wave = wave;
-  if (touches_blocks(wave)) mtp_catch_up(b);
+  if (touches_blocks(b, wave)) mtp_catch_up(b);
   for (int i = 0; i < wave->n_taps; i++) wave->taps[i].written = 0;
   for (int i = 0; i < wave->n_edits; i++) {
     const ksl_edit *edit = &wave->edits[i];

@@ -203,6 +203,15 @@ void mtp_finish(Backend *b) {
   if (b->waiting.n >= kMtpBatch) mtp_catch_up(b);
 }
 
+bool mtp_waits(const Backend *b, int slot, int first_entry, int n) {
+  const Batch *waiting = &b->waiting;
+  for (int i = 0; i < waiting->n; i++) {
+    const int entry = waiting->position[i] / b->config->block_tokens;
+    if (waiting->slot[i] == slot && entry >= first_entry && entry < first_entry + n) return true;
+  }
+  return false;
+}
+
 void mtp_catch_up(Backend *b) {
   if (!b->waiting.n) return;
   Batch *before = b->batch;

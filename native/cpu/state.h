@@ -13,8 +13,8 @@ namespace ksl {
 enum {
   kConvChannels = 512,  // channels of one convolution task
   kHeadBatch = 32,      // columns whose logits exist at one time
-  kMtpBatch = 16,       // columns that wait for MTP keys and values before those are made
-  kMtpWaiting = 64,     // and most that can wait
+  kMtpBatch = 64,       // columns that wait for MTP keys and values before those are made
+  kMtpWaiting = 128,    // and most that can wait
   kConvTaps = 4,
   // Of an element, in the unit of parallel(): a sixteenth of a cycle.
   kRoundCost = 4,
@@ -346,6 +346,8 @@ void stage_mtp_head(void *context, int layer);
 // mtp_finish, and a few columns wait until there are some more.
 void mtp_follow(Backend *b);
 void mtp_finish(Backend *b);
+// Whether a column of the slot waits whose entry in its table is one of `n`.
+bool mtp_waits(const Backend *b, int slot, int first_entry, int n);
 // Those of all columns that wait. Before anything reads them, or their blocks change hands.
 void mtp_catch_up(Backend *b);
 // Drafts for the rows that ask for them.

@@ -177,6 +177,35 @@ def test_mtp_keys_that_wait_are_in_shared_blocks(engines: Engines, isa: str) -> 
     assert row.drafts == wanted
 
 
+@each_path
+@pytest.mark.parametrize("reused", ["slot", "blocks"])
+def test_mtp_keys_wait_for_a_sequence_that_is_gone(engines: Engines, isa: str, reused: str) -> None:
+    """Its last positions wait when another one gets its slot, or its blocks: each finds its own."""
+    driver = engines.get(isa, "bf16")
+    nothing = np.zeros(driver.info.block_bytes, np.uint8)  # not what a test before this one left
+    driver.wave(before=[StateOp(OpKind.LOAD_BLOCK, block, data=nothing) for block in range(3)])
+    first, token = prompted(driver, 0, GREEDY)
+    out = [first.last([token]), *first.decode(8)]
+    ids = [*(int(t) for t in IDS[:30]), *out]
+    driver.wave(before=[StateOp(OpKind.COPY_SLAB, first.slab, 8)])
+    position = first.position
+    if reused == "slot":
+        # Nothing reads or moves a block until the new one drafts.
+        other = driver.begin(0, sampling=GREEDY, prompt_ids=IDS[:30], first_block=80)
+        other.prefill(IDS[40:60])
+        heir = driver.begin(2, sampling=GREEDY, prompt_ids=IDS[:30], first_block=64)
+        heir.share(first.blocks[:3])
+        driver.wave(before=[StateOp(OpKind.COPY_SLAB, 8, heir.slab)])
+        heir.position = position
+    else:
+        heir = driver.begin(1, sampling=GREEDY, prompt_ids=IDS[:30], first_block=0)
+        heir.prefill(np.array(ids[:-1], np.int32))
+    row = heir.run(heir.row(RowKind.LAST, ids[-1:], propose=4)).rows[0]
+    follow, _ = prompted(driver, 3, GREEDY)
+    follow.prefill(np.array(ids[29:-1], np.int32))
+    assert row.drafts == follow.run(follow.row(RowKind.LAST, ids[-1:], propose=4)).rows[0].drafts
+
+
 def test_rows_that_draft_beside_each_other(tiny: Driver) -> None:
     """Five rows draft to different depths in one wave, and verify in one: as alone."""
 
