@@ -1,15 +1,17 @@
 """Allowance: what all drafts together may lose, whatever was expected of them.
 
-A small part of the time that passes, saved up for a while; what drafts gained counts too, for as
-long. So a server is slower than one that drafts nothing by that part, and by what was saved up, at
-most. Where it is used up nothing is drafted, nor looked for, until there is some again; then one
-round that gains gives as much as many waves of waiting."""
+A small part of the time that passes, saved up for a while, and what drafts gained, of which more
+can be saved up: a text in which they gain holds some long drafts that fail, one after the other. So
+a server is slower than one that drafts nothing by that part, and by what was saved up, at most.
+Where it is used up nothing is drafted, nor looked for, until there is some again; then one round
+that gains gives as much as many waves of waiting."""
 
 from __future__ import annotations
 
 PART = 1 / 200  # of the time of plain waves
-MOST = 12.0  # plain waves that can be saved up
-FIRST = 4.0  # and at first
+MOST = 12.0  # plain waves that can be saved up by waiting
+EARNED = 32.0  # and by what drafts gained: some long ones that fail, on a CPU
+FIRST = 4.0  # at first
 OWED = 4.0  # most that one correction takes
 
 
@@ -25,14 +27,15 @@ class Allowance:
 
     def waves(self, rows: int, wave: int) -> int:
         """How many waves nothing is to be drafted beside so many rows. wave: the next one."""
-        left = self._left.get(rows, FIRST) + PART * (wave - self._wave)
+        before = self._left.get(rows, FIRST)
+        left = min(before + PART * (wave - self._wave), max(before, MOST))
         self._wave = wave
-        self._left[rows] = min(left, MOST)
+        self._left[rows] = left
         return 0 if left > 0.0 else 1 + int(-left / PART)
 
     def settle(self, rows: int, saved: float) -> None:
         """Drafts saved so many plain waves; negative where they cost."""
-        self._left[rows] = min(self._left.get(rows, FIRST) + saved, MOST)
+        self._left[rows] = min(self._left.get(rows, FIRST) + saved, EARNED)
         self._saved[rows] = self._saved.get(rows, 0.0) + saved
 
     def correct(self, rows: int, owed: float) -> None:
@@ -42,4 +45,4 @@ class Allowance:
         if owed > 0.0:
             # More may have been saved than could be kept: that pays first.
             owed = min(max(owed - max(saved, 0.0), 0.0), OWED)
-        self._left[rows] = min(self._left.get(rows, FIRST) - owed, MOST)
+        self._left[rows] = min(self._left.get(rows, FIRST) - owed, EARNED)

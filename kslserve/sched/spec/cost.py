@@ -19,6 +19,7 @@ from kslserve.sched.spec.price import GUESS, NUMBERS, Prices
 PACE_WAVES = 5  # whose median is the pace
 PROBE = 3  # plain waves that are measured at a time; and before anything is drafted
 PROBE_SOON, PROBE_SELDOM = 16, 96  # waves with drafts between two such times, at first and most
+CLEAR = 1.4  # a gain that a surprise does not undo
 STEADY = 1.15  # factor up to which two probes found the same pace
 STEP = 0.1  # most that one measurement moves a figure
 CLIP = 3.0  # drafts are charged with at most so many times what their wave was expected to take
@@ -153,7 +154,10 @@ class RowCosts:
         if self._waves and 1.0 / STEADY <= ms / before <= STEADY:
             plain = (ms * before) ** 0.5
             agreed = self._prices.correct((n, taken / plain) for n, taken in self._waves)
-            self._every = min(2 * self._every, PROBE_SELDOM) if agreed else PROBE_SOON
+            if agreed:
+                self._every = min(2 * self._every, PROBE_SELDOM)
+            elif self.gain < CLEAR:
+                self._every = PROBE_SOON
             self._table_until = 0
             owed = sum(self._prices.excess(n) for n, _ in self._waves) - self._told
         else:

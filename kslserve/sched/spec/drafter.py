@@ -215,8 +215,8 @@ class Drafter:
                 self.propose = depth + 1
             return
         self.wait(wave)
-        if self.chain is None or not most:
-            return
+        if self.chain is None or not most or self.lanes:
+            return  # beside drafts that are verified, nothing tells what one was worth
         if not trial.running and wave >= self._patience.trial_at:
             self._patience.tried(wave)
             trial.begin()
@@ -234,16 +234,18 @@ class Drafter:
 
     def doze(self, wave: int, pace: int) -> None:
         """It was looked at before this wave: without drafts, sleep for longer and longer, up to
-        `pace` waves. Sequences wake together, since looks at several cost little more than one."""
+        `pace` waves. Those that sleep for long wake together, since looks at several cost little
+        more than one."""
         if self.lanes or self.propose or self.held:
             self._vain = 0
             return
-        looks = self._vain
+        looks, grid = self._vain, max(pace // TOGETHER, 1)
         if self.ladder.rounds:
             waves = min(1 << looks, NEAR_MAX) if looks < NEAR else NEAR_MAX << looks - NEAR
+            grid = min(grid, waves)
         else:
             waves = FAR ** (looks + 1)
-        until, grid = wave + 1 + min(waves, pace), max(pace // TOGETHER, 1)
+        until = wave + 1 + min(waves, pace)
         self.asleep_until = -(-until // grid) * grid
         self._vain = min(looks + 1, 2 * NEAR)
 

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kslserve.sched.spec.acceptance import Kept
-from kslserve.sched.spec.allowance import FIRST, MOST, PART, Allowance
+from kslserve.sched.spec.allowance import EARNED, FIRST, MOST, PART, Allowance
 from kslserve.sched.spec.cost import (
+    CLEAR,
     LOOKS,
     PACE_MAX,
     PACE_MIN,
@@ -153,6 +154,17 @@ def test_when_plain_waves_are_due() -> None:
     costs.see(1, 10.0, PROBE)
     costs.see(4, 30.0, PROBE_SOON)
     assert costs.plain_due
+    # But for where drafts gain so much that what they cost decides nothing.
+    costs.see(1, 10.0, PROBE)
+    costs.see(4, 30.0, PROBE_SOON)
+    costs.see(1, 10.0, PROBE)
+    costs.gain = CLEAR
+    costs.see(4, 60.0, 4 * PROBE_SOON)
+    costs.see(1, 10.0, PROBE)
+    costs.see(4, 20.0, 4 * PROBE_SOON - 1)
+    assert not costs.plain_due
+    costs.see(4, 20.0)
+    assert costs.plain_due
 
 
 def test_a_table_of_times() -> None:
@@ -232,9 +244,9 @@ def test_no_more_is_lost_than_the_allowance(rounds: list[tuple[int, float]]) -> 
 
 def test_what_could_not_be_kept_pays_first() -> None:
     allowance = Allowance()
-    allowance.settle(1, 50.0)
-    allowance.correct(1, 45.0)
-    allowance.settle(1, 0.5 - MOST)
+    allowance.settle(1, EARNED + 50.0)
+    allowance.correct(1, EARNED + 45.0)
+    allowance.settle(1, 0.5 - EARNED)
     assert not allowance.waves(1, 1)
     allowance.correct(1, 1.0)
     assert allowance.waves(1, 2)
@@ -250,9 +262,22 @@ def test_an_allowance_comes_back() -> None:
     assert 0.8 / PART < pause <= 1 + 1.0 / PART
     assert allowance.waves(2, 3) == 0
     assert allowance.waves(1, 3 + pause) == 0
-    allowance.settle(1, 100.0)
-    allowance.settle(1, -MOST - 2 * PART)
+    allowance.settle(1, 2.0 * EARNED)
+    allowance.settle(1, -EARNED - 2 * PART)
     assert allowance.waves(1, 4 + pause) > 0
+
+
+def test_waiting_saves_up_less_than_gains() -> None:
+    allowance = Allowance()
+    allowance.settle(1, MOST)
+    assert allowance.waves(1, 10**6) == 0  # time takes nothing away, and adds nothing to it
+    allowance.settle(1, -MOST - FIRST / 2)
+    assert allowance.waves(1, 10**6) == 0
+    assert allowance.waves(1, 2 * 10**6) == 0
+    allowance.settle(1, -MOST + 2 * PART)
+    assert allowance.waves(1, 2 * 10**6) == 0
+    allowance.settle(1, -3 * PART)
+    assert allowance.waves(1, 2 * 10**6) == 2
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,6 +27,7 @@ from kslserve.sched.spec.acceptance import (
 )
 from kslserve.sched.spec.depth import GAIN, choose_depths, choose_lanes
 from kslserve.sched.spec.drafter import NEAR_MAX, Drafter
+from kslserve.sched.spec.index import SuffixIndex
 from kslserve.sched.spec.ladder import ROUNDS, Ladder
 from kslserve.sched.spec.patience import PAUSE_FIRST, PAUSE_LAST, TRIAL_FIRST, Patience
 
@@ -136,8 +138,9 @@ def test_a_drafter_without_prospects_sleeps_longer_and_longer() -> None:
     drafter.held = []
     for waves in (1, 2, *(NEAR_MAX,) * 5, 8, 16, 32, 40, 40):
         drafter.doze(100, 40)
-        assert 101 + waves <= drafter.asleep_until < 101 + waves + 10
-        assert drafter.asleep_until % 10 == 0
+        grid = min(waves, 10)
+        assert 101 + waves <= drafter.asleep_until < 101 + waves + grid
+        assert drafter.asleep_until % grid == 0
     drafter.held = [1]
     drafter.doze(200, 40)
     assert drafter.asleep_until < 200
@@ -209,6 +212,14 @@ def test_trials_are_made_less_and_less_often() -> None:
     drafter = Drafter(None, Averages(DEPTH_PRIOR, DEPTH_WEIGHT), patience, 15)
     assert drafter.promises(0.9, 0.9, patience.trial_at)
     assert not drafter.promises(0.9, 1.1, patience.trial_at)
+    # Nor beside drafts of the index, which say nothing of it.
+    drafter = Drafter(Averages(MATCH_PRIOR), Averages(DEPTH_PRIOR), patience, 15)
+    drafter.index = SuffixIndex(np.array([1, 2, 3, 4] * 5, np.int32))
+    drafter.offer(15)
+    drafter.aim(3, 0, 15, patience.trial_at)
+    assert (drafter.lanes, drafter.propose) == ([1, 2, 3], 0)
+    drafter.aim(0, 0, 15, patience.trial_at)
+    assert drafter.propose == 1
     # Where drafts pay, they are tried soon again.
     patience.gained()
     patience.tried(5000)
