@@ -52,7 +52,7 @@ class HostTier:
         self.budget = budget
         self.block_tokens = block_tokens
         self.used = self.coming = 0
-        self.images = ImagePool(keep=budget + WAY_BYTES)
+        self.images = ImagePool(most=budget + WAY_BYTES)
         self._copies: dict[Checkpoint, HostCopy] = {}
 
     def __len__(self) -> int:

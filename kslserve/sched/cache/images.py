@@ -5,7 +5,7 @@ would be made of fresh pages, which the system clears first, and what the alloca
 them would be anybody's guess. Here an image is a place in a sheet of anonymous memory. Nobody says
 when it is free: ops, copies and the disk thread hold the array, or a part of it, and the place
 comes back with the last of them, in whatever thread. Pages of free places are kept for the next
-image up to a bound; others go back to the system at once."""
+image as long as all of them stay within a bound; others go back to the system at once."""
 
 from __future__ import annotations
 
@@ -53,20 +53,22 @@ class _Spot:
 
 
 class ImagePool:
-    """keep: bytes of free places that keep their pages. All of it may be called in any thread."""
+    """most: bytes with pages up to which free places keep theirs. All of it may be called in any
+    thread."""
 
-    def __init__(self, keep: int) -> None:
-        self.keep = keep
+    def __init__(self, most: int) -> None:
+        self.most = most
         self._lock = threading.Lock()
         self._returned: deque[_Spot] = deque()  # appended to by __del__, which must not lock
         self._free: dict[int, list[_Spot]] = {}  # by size; those with pages come last
-        self._held = self._idle = 0  # bytes with pages: in all, of free places
+        self._held = 0  # bytes with pages, in use or free
 
     @property
     def held(self) -> int:
         """Bytes of images in use, and of free places that keep their pages."""
         with self._lock:
-            self._collect(self.keep)
+            self._collect()
+            self._return_pages(self.most)
             return self._held
 
     def take(self, nbytes: int, count: int = 1) -> list[Image]:
@@ -74,43 +76,41 @@ class ImagePool:
         size = _place_bytes(nbytes)
         images: list[Image] = []
         with self._lock:
-            self._collect(self.keep)
+            self._collect()
             free = self._free.setdefault(size, [])
             for _ in range(count):
                 if not free:
                     free += _sheet(size)
                 spot = free.pop()
-                if spot.warm:
-                    self._idle -= size
-                else:
+                if not spot.warm:
                     spot.warm = True
                     self._held += size
                 images.append(np.asarray(_Place(spot, nbytes, self._returned)))
+            self._return_pages(self.most)
         return images
 
     def give_back(self) -> None:
         """Keep no free pages."""
         with self._lock:
-            self._collect(0)
+            self._collect()
+            self._return_pages(0)
 
-    def _collect(self, keep: int) -> None:
-        """Take in what came back, and return pages beyond `keep` bytes of free places."""
+    def _collect(self) -> None:
         while self._returned:
             spot = self._returned.popleft()
             self._free[spot.size].append(spot)
-            self._idle += spot.size
-        if self._idle <= keep:
-            return
+
+    def _return_pages(self, most: int) -> None:
+        """Those of free places, while there are more than `most` bytes in all."""
         for size, free in self._free.items():
             if size % mmap.PAGESIZE:
                 continue
             for spot in free:
-                if self._idle <= keep:
-                    break
+                if self._held <= most:
+                    return
                 if spot.warm:
                     spot.sheet.madvise(mmap.MADV_DONTNEED, spot.begin, size)
                     spot.warm = False
-                    self._idle -= size
                     self._held -= size
 
 
