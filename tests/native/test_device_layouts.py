@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kslserve.engine import device_budget
+from tests.native.emulated import build
 from tests.native.objects import ROOT, build_module
 
 SWAPPED = ("a", "b", "scale_a", "scale_b", "weights", "activations")
@@ -67,3 +68,32 @@ ptxas info    : Compiling entry function '_Z4slow' for 'sm_90a'
     build = build_module()
     assert build._spills(said) == ["_Z4slow for sm_90a: 100 bytes stored, 276 loaded"]
     assert build._spills("") == []
+
+
+# ------------------------------------------------------------ whole kernels, lane by lane
+
+EMULATED = {
+    "test_emulated_prompt": ["attn/prompt"],
+    "test_emulated_delta": ["gdn/chunk_prepare", "gdn/chunk_scan"],
+}
+SWAPPED_HALVES = ("a", "b", "sum", "plain", "transposed")
+
+
+@pytest.fixture(scope="module", params=sorted(EMULATED))
+def emulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(request.param, EMULATED[request.param], tmp_path_factory.mktemp(request.param))
+
+
+def test_emulated_kernels_equal_plain_sums(emulated: Path) -> None:
+    for seed in ("1", "2"):
+        done = subprocess.run([emulated, seed], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("what", SWAPPED_HALVES)
+def test_a_swapped_lane_of_halves_is_noticed(emulated: Path, what: str) -> None:
+    """Of products and of loads of matrices; in every format and head size, in outputs and state."""
+    done = subprocess.run([emulated, "1", what], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    cases = 9 if "prompt" in emulated.name else 3
+    assert done.stderr.count("wrong:") == cases, done.stderr
