@@ -105,7 +105,8 @@ struct StepArgs {
   int keep_stride;
   unsigned *arrived;  // [layers][max_rows][key_heads], zeros
   int n_rows, max_rows;
-  int together;  // blocks that the device takes at one time
+  bool long_rows;  // so many tokens that two blocks a head are sooner done
+  int together;    // blocks that the device takes at one time
 };
 // Whether it is there for such heads.
 bool gdn_step_runs(const GdnShape &shape);

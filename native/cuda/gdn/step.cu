@@ -8,6 +8,12 @@
 //
 // Blocks of one key head read the same history of queries and keys: the last of them to have read
 // it writes the new one.
+//
+// Where rows are few and long (drafts that are verified), the dims of a value head are divided
+// among two blocks, which give each other what the norm of a token needs. A value's arithmetic is
+// the same.
+#include <type_traits>
+
 #include "../common/bulk.cuh"
 #include "../common/mma.cuh"
 #include "gdn.cuh"
@@ -23,6 +29,11 @@ constexpr int kKeys = kDim / 8;            // of a lane
 constexpr int kBatch = 1 + KSL_MAX_DRAFT;  // tokens whose inputs are made at one time
 
 enum Input { kQuery, kKey, kValue, kGate, kInputs };
+struct NoOuts {};
+struct alignas(16) Outs {
+  float of[(kBatch + 1) / 2][kDim];  // of the tokens that this block norms, from both
+};
+template <int kParts>
 struct Shared {
   // First as they were projected, then the unit queries and keys, the values (at last the outputs)
   // and silu(z).
@@ -30,32 +41,54 @@ struct Shared {
   float windows[2][kHistory][kThreads];  // of the convolution, behind the batch
   float norm[kDim];
   float decay[kBatch], beta[kBatch];
+  std::conditional_t<kParts == 1, NoOuts, Outs> outs;
   bool last;
 };
 
-__device__ inline void scale_add(float4 &to, float a, const float4 &v) {
-  to.x = fmaf(a, v.x, to.x), to.y = fmaf(a, v.y, to.y);
-  to.z = fmaf(a, v.z, to.z), to.w = fmaf(a, v.w, to.w);
+// Neighbouring dims of a lane.
+template <int kWide>
+struct alignas(kWide * sizeof(float)) Dims {
+  float v[kWide];
+};
+template <int kWide>
+__device__ inline void scale_add(Dims<kWide> &to, float a, const Dims<kWide> &x) {
+#pragma unroll
+  for (int i = 0; i < kWide; i++) to.v[i] = fmaf(a, x.v[i], to.v[i]);
 }
 // The sum over the lanes that have other keys of the same dims.
-__device__ inline void sum_keys(float4 &v) {
+template <int kWide>
+__device__ inline void sum_keys(Dims<kWide> &x) {
 #pragma unroll
   for (int step = 4; step < 32; step *= 2) {
-    v.x += __shfl_xor_sync(kAll, v.x, step), v.y += __shfl_xor_sync(kAll, v.y, step);
-    v.z += __shfl_xor_sync(kAll, v.z, step), v.w += __shfl_xor_sync(kAll, v.w, step);
+#pragma unroll
+    for (int i = 0; i < kWide; i++) x.v[i] += __shfl_xor_sync(kAll, x.v[i], step);
   }
 }
 
-// Of a state that nobody asks for again before others have pushed it out of L2; replayed ones are
-// read soon.
-template <bool kOnce>
-__device__ inline float4 take(const float *from) {
-  const float4 *const at = reinterpret_cast<const float4 *>(from);
-  return kOnce ? __ldcs(at) : *at;
+template <int kWide>
+struct Vector;
+template <>
+struct Vector<2> {
+  typedef float2 Type;
+};
+template <>
+struct Vector<4> {
+  typedef float4 Type;
+};
+// kOnce: of a state that nobody asks for again before others have pushed it out of L2; replayed
+// ones are read soon.
+template <bool kOnce, int kWide>
+__device__ inline Dims<kWide> take(const float *from) {
+  typedef typename Vector<kWide>::Type V;
+  const V *const at = reinterpret_cast<const V *>(from);
+  const V v = kOnce ? __ldcs(at) : *at;
+  return reinterpret_cast<const Dims<kWide> &>(v);
 }
-template <bool kOnce>
-__device__ inline void give(float *to, const float4 &v) {
-  float4 *const at = reinterpret_cast<float4 *>(to);
+template <bool kOnce, int kWide>
+__device__ inline void give(float *to, const Dims<kWide> &x) {
+  typedef typename Vector<kWide>::Type V;
+  V *const at = reinterpret_cast<V *>(to);
+  const V v = reinterpret_cast<const V &>(x);
   if (kOnce)
     __stcs(at, v);
   else
@@ -82,25 +115,45 @@ struct Channel {
   }
 };
 
+template <int kParts>
+__device__ inline void parts_arrive() {
+  if (kParts > 1) asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+template <int kParts>
+__device__ inline void parts_wait() {
+  if (kParts > 1) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+// To the same place of a block of the cluster.
+__device__ inline void store_part(float *to, int part, const Dims<2> &x) {
+  asm volatile(
+      "{.reg .b32 r;\n mapa.shared::cluster.u32 r, %0, %1;\n"
+      "st.shared::cluster.v2.f32 [r], {%2, %3};}" ::"r"(shared_at(to)),
+      "r"(part), "f"(x.v[0]), "f"(x.v[1])
+      : "memory");
+}
+
 // kReplay: of kept rows the committed columns, in all layers of the launch; only the state and its
 // history are wanted.
-template <bool kReplay>
-__global__ void __launch_bounds__(kThreads, 2) step_kernel(const __grid_constant__ StepArgs a) {
-  __shared__ __align__(16) Shared s;
+template <bool kReplay, int kParts>
+__device__ __forceinline__ void step_row(const StepArgs &a) {
+  constexpr int kWide = 4 / kParts;
+  typedef Dims<kWide> Lane;
+  __shared__ __align__(16) Shared<kParts> s;
   const GdnShape &shape = a.shape;
-  const int head = blockIdx.x, layer = blockIdx.z;
+  const int head = blockIdx.x / kParts, part = blockIdx.x % kParts, layer = blockIdx.z;
   const RowInfo &row = a.rows[blockIdx.y];
   const int n = kReplay ? row.committed : row.n, slab = row.slab, column = row.column;
   const int n_cuts = kReplay ? 0 : row.n_cuts, first_kept = row.keep;
   const bool kept = first_kept >= 0, commits = kReplay || !kept;
   if (row.tiled || n == 0 || (kReplay && !kept)) return;
   const int group = shape.value_heads / shape.key_heads, key_head = head / group;
-  const bool leads = head % group == 0;  // stores what blocks of a key head share
+  const bool leads = head % group == 0 && part == 0;  // stores what blocks of a key head share
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   allow_next();
 
-  float4 state[kKeys];
-  const int dim = warp * 16 + (lane & 3) * 4, key = (lane >> 2) * 4;
+  parts_arrive<kParts>();
+  Lane state[kKeys];
+  const int dim = (part * kWarps + warp) * (4 * kWide) + (lane & 3) * kWide, key = (lane >> 2) * 4;
   const int state_at = (head * kDim + key) * kDim + dim;
   const auto state_of = [&](int of) {
     return a.slabs.data + of * a.slabs.stride + a.slabs.state_offset + layer * a.state_layer;
@@ -111,10 +164,10 @@ __global__ void __launch_bounds__(kThreads, 2) step_kernel(const __grid_constant
     const float *const from = state_of(slab) + state_at;
 #pragma unroll
     for (int i = 0; i < kKeys; i++)
-      state[i] = take<!kReplay>(from + ((i >> 2) * 32 + (i & 3)) * kDim);
+      state[i] = take<!kReplay, kWide>(from + ((i >> 2) * 32 + (i & 3)) * kDim);
   }
   // What a block that comes up when this one ends will read.
-  if (!kReplay && threadIdx.x == 0) {
+  if (!kReplay && kParts == 1 && threadIdx.x == 0) {
     const int next = blockIdx.y * gridDim.x + head + a.together, other = next / gridDim.x;
     if (other < static_cast<int>(gridDim.y))
       bulk_ahead(state_of(a.rows[other].slab) + next % gridDim.x * (kDim * kDim),
@@ -124,13 +177,14 @@ __global__ void __launch_bounds__(kThreads, 2) step_kernel(const __grid_constant
   // Threads 0 to 127 have a key and a value channel, the others one of the queries.
   const bool is_key = threadIdx.x < kDim;
   const int own = threadIdx.x & (kDim - 1);
+  const bool has_value = is_key && (kParts == 1 || own / (kDim / kParts) == part);
   const int value_at = (2 * shape.key_heads + head) * kDim;
   const int channel = ((is_key ? shape.key_heads : 0) + key_head) * kDim + own;
   float *const history =
       a.slabs.data + slab * a.slabs.stride + a.slabs.history_offset + layer * a.history_layer;
   Channel first, second;
   first.load(a.taps[layer] + channel, history + channel, shape.channels, shape.channels);
-  if (is_key)
+  if (has_value)
     second.load(a.taps[layer] + value_at + own, history + value_at + own, shape.channels,
                 shape.channels);
   float *const keep =
@@ -150,7 +204,7 @@ __global__ void __launch_bounds__(kThreads, 2) step_kernel(const __grid_constant
       const float *const from =
           at < 0 ? history + (kHistory + at) * shape.channels : in + at * in_stride;
       if (leads) to[t * shape.channels + channel] = from[channel];
-      if (is_key) to[t * shape.channels + value_at + own] = from[value_at + own];
+      if (has_value) to[t * shape.channels + value_at + own] = from[value_at + own];
     }
   }
   unsigned before = 0;
@@ -160,7 +214,7 @@ __global__ void __launch_bounds__(kThreads, 2) step_kernel(const __grid_constant
     if (begin > 0) {
       __syncthreads();
       first.load(a.taps[layer] + channel, s.windows[0][0] + threadIdx.x, shape.channels, kThreads);
-      if (is_key)
+      if (has_value)
         second.load(a.taps[layer] + value_at + own, s.windows[1][0] + threadIdx.x, shape.channels,
                     kThreads);
     }
@@ -187,23 +241,36 @@ __global__ void __launch_bounds__(kThreads, 2) step_kernel(const __grid_constant
         float g;
         gate =
             decays ? gdn_decay(a.a[at], a.decay_rate[head], a.dt_bias[head], &g) : sigmoid(a.b[at]);
-        if (kept) *to = gate;
+        if (kept && part == 0) *to = gate;
       }
       (decays ? s.decay : s.beta)[lane] = gate;
     }
     copy_wait<0>();
     __syncthreads();
-#pragma unroll 2
-    for (int t = 0; t < m; t++) {
-      float &x = s.inputs[is_key ? kKey : kQuery][t][own];
-      float &y = s.inputs[is_key ? kValue : kGate][t][own];
-      if (!kReplay && kept) {
-        float *const to = keep + (begin + t) * a.keep_stride;
-        if (leads) to[channel] = x;
-        if (is_key) to[value_at + own] = y;
+    // Of several tokens at once, since each value takes long to come.
+    constexpr int kAtOnce = kParts == 1 ? 1 : 4;
+#pragma unroll kParts == 1 ? 2 : 1
+    for (int first_t = 0; first_t < m; first_t += kAtOnce) {
+      float x[kAtOnce], y[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; i++) {
+        const int t = kAtOnce == 1 ? first_t : min(first_t + i, m - 1);
+        x[i] = s.inputs[is_key ? kKey : kQuery][t][own];
+        y[i] = s.inputs[is_key ? kValue : kGate][t][own];
       }
-      x = first.next(x);
-      y = is_key ? second.next(y) : silu(y);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; i++) {
+        const int t = first_t + i;
+        if (kParts > 1 && t >= m) break;
+        if (!kReplay && kept) {
+          float *const to = keep + (begin + t) * a.keep_stride;
+          if (leads) to[channel] = x[i];
+          if (has_value) to[value_at + own] = y[i];
+        }
+        s.inputs[is_key ? kKey : kQuery][t][own] = first.next(x[i]);
+        s.inputs[is_key ? kValue : kGate][t][own] =
+            has_value ? second.next(y[i]) : (is_key ? y[i] : silu(y[i]));
+      }
     }
 #pragma unroll
     for (int t = 0; t < kHistory; t++) {
@@ -212,11 +279,11 @@ __global__ void __launch_bounds__(kThreads, 2) step_kernel(const __grid_constant
     }
     __syncthreads();
     // The block has read the history, and used what it read.
-    if (begin == 0 && threadIdx.x == 0 && group > 1 && commits)
+    if (begin == 0 && threadIdx.x == 0 && group * kParts > 1 && commits)
       before = atomicInc(
           a.arrived + (static_cast<int64_t>(layer) * a.max_rows + blockIdx.y) * shape.key_heads +
               key_head,
-          group - 1);
+          group * kParts - 1);
     // Unit queries and keys, one of a token per warp.
 #pragma unroll 1
     for (int i = warp; i < 2 * m; i += kWarps) {
@@ -238,10 +305,22 @@ __global__ void __launch_bounds__(kThreads, 2) step_kernel(const __grid_constant
       for (int k = 0; k < 4; k++) x[k * 32] = y[k] * r * scale;
     }
     __syncthreads();
+    parts_wait<kParts>();  // the other's outputs of the batch before have been read
+    // In parts the outputs of a token are added up beside the sums of the next.
+    Lane held = {};
+    const auto store_out = [&](int t, const Lane &out) {
+      if constexpr (kParts == 1) {
+        if (lane < 4)
+          *reinterpret_cast<float4 *>(s.inputs[kValue][t] + dim) =
+              reinterpret_cast<const float4 &>(out);
+      } else {
+        if (lane < 4) store_part(s.outs.of[t / kParts] + dim, t % kParts, out);
+      }
+    };
 #pragma unroll 1
     for (int t = 0; t < m; t++) {
       const float *const keys = s.inputs[kKey][t] + key, *const queries = s.inputs[kQuery][t] + key;
-      float4 sum = {};
+      Lane sum = {};
 #pragma unroll
       for (int i = 0; i < kKeys; i += 4) {
         const float4 k = *reinterpret_cast<const float4 *>(keys + i * 8);
@@ -250,16 +329,22 @@ __global__ void __launch_bounds__(kThreads, 2) step_kernel(const __grid_constant
         scale_add(sum, k.z, state[i + 2]);
         scale_add(sum, k.w, state[i + 3]);
       }
-      sum_keys(sum);
+      if (!kReplay && kParts > 1) {
+        sum_keys(held);
+        sum_keys(sum);
+        if (t > 0) store_out(t - 1, held);
+      } else {
+        sum_keys(sum);
+      }
       const float decay = s.decay[t], beta = s.beta[t];
-      float *const values = s.inputs[kValue][t] + dim;
-      const float4 v = *reinterpret_cast<const float4 *>(values);
-      float4 d, out = {};
-      d.x = beta * fmaf(-decay, sum.x, v.x), d.y = beta * fmaf(-decay, sum.y, v.y);
-      d.z = beta * fmaf(-decay, sum.z, v.z), d.w = beta * fmaf(-decay, sum.w, v.w);
-      const auto update = [&](float4 &at, float k, float q) {
-        at.x = fmaf(k, d.x, decay * at.x), at.y = fmaf(k, d.y, decay * at.y);
-        at.z = fmaf(k, d.z, decay * at.z), at.w = fmaf(k, d.w, decay * at.w);
+      const Lane v = *reinterpret_cast<const Lane *>(s.inputs[kValue][t] + dim);
+      Lane d;
+#pragma unroll
+      for (int i = 0; i < kWide; i++) d.v[i] = beta * fmaf(-decay, sum.v[i], v.v[i]);
+      Lane out = {};
+      const auto update = [&](Lane &at, float k, float q) {
+#pragma unroll
+        for (int i = 0; i < kWide; i++) at.v[i] = fmaf(k, d.v[i], decay * at.v[i]);
         if (!kReplay) scale_add(out, q, at);
       };
 #pragma unroll
@@ -270,14 +355,16 @@ __global__ void __launch_bounds__(kThreads, 2) step_kernel(const __grid_constant
         update(state[i + 1], k.y, q.y);
         update(state[i + 2], k.z, q.z);
         update(state[i + 3], k.w, q.w);
-        asm volatile("" ::: "memory");  // all loads at once would not fit in registers
+        // All loads at once would not fit in registers.
+        if (kParts == 1) asm volatile("" ::: "memory");
       }
-      if (!kReplay) {
+      if (!kReplay && kParts == 1) {
         sum_keys(out);
         // Nobody else reads the values of these dims.
         __syncwarp();
-        if (lane < 4) *reinterpret_cast<float4 *>(values) = out;
+        store_out(t, out);
       }
+      if (kParts > 1) held = out;
       // Where the state goes from here: to the slab, to cuts.
       const bool ends = begin + t + 1 == n && commits;
 #pragma unroll 1
@@ -286,16 +373,24 @@ __global__ void __launch_bounds__(kThreads, 2) step_kernel(const __grid_constant
         float *const to = state_of(cut < 0 ? slab : row.cut_slab[cut]) + state_at;
 #pragma unroll
         for (int i = 0; i < kKeys; i++)
-          give<!kReplay>(to + ((i >> 2) * 32 + (i & 3)) * kDim, state[i]);
+          give<!kReplay, kWide>(to + ((i >> 2) * 32 + (i & 3)) * kDim, state[i]);
       }
     }
-    if (begin == 0 && threadIdx.x == 0) s.last = before == group - 1u;
+    if (!kReplay && kParts > 1) {
+      sum_keys(held);
+      store_out(m - 1, held);
+    }
+    parts_arrive<kParts>();
+    if (begin == 0 && threadIdx.x == 0) s.last = before == group * kParts - 1u;
     __syncthreads();
+    parts_wait<kParts>();
 #pragma unroll 1
-    for (int t = warp; !kReplay && t < m; t += kWarps) {
+    for (int t = warp * kParts + part; !kReplay && t < m; t += kWarps * kParts) {
       const int token = column + begin + t, to = head * kDim + lane * 4;
       const int64_t at = static_cast<int64_t>(token) * a.value_stride + to;
-      const float4 out = *reinterpret_cast<const float4 *>(s.inputs[kValue][t] + lane * 4);
+      const float *outs = s.inputs[kValue][t];
+      if constexpr (kParts > 1) outs = s.outs.of[t / kParts];
+      const float4 out = *reinterpret_cast<const float4 *>(outs + lane * 4);
       const float4 gate = *reinterpret_cast<const float4 *>(s.inputs[kGate][t] + lane * 4);
       const float4 gain = *reinterpret_cast<const float4 *>(s.norm + lane * 4);
       const float square =
@@ -307,13 +402,24 @@ __global__ void __launch_bounds__(kThreads, 2) step_kernel(const __grid_constant
       if (a.gated != nullptr) *reinterpret_cast<float4 *>(a.gated + at) = y;
       if (a.split.data != nullptr) split_store4(a.split, token, to, y);
     }
+    parts_arrive<kParts>();
   }
+  parts_wait<kParts>();
   if (!commits) return;
 #pragma unroll
   for (int t = 0; t < kHistory; t++) {
     if (s.last) history[t * shape.channels + channel] = s.windows[0][t][threadIdx.x];
-    if (is_key) history[t * shape.channels + value_at + own] = s.windows[1][t][threadIdx.x];
+    if (has_value) history[t * shape.channels + value_at + own] = s.windows[1][t][threadIdx.x];
   }
+}
+
+template <bool kReplay>
+__global__ void __launch_bounds__(kThreads, 2) step_kernel(const __grid_constant__ StepArgs a) {
+  step_row<kReplay, 1>(a);
+}
+__global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 2)
+    step_parts_kernel(const __grid_constant__ StepArgs a) {
+  step_row<false, 2>(a);
 }
 
 }  // namespace
@@ -324,8 +430,12 @@ bool gdn_step_runs(const GdnShape &shape) {
 }
 
 void gdn_step(Device *device, const StepArgs &a) {
-  KSL_CHAIN(device, "gdn_step", step_kernel<false>, dim3(a.shape.value_heads, a.n_rows), kThreads,
-            a);
+  const dim3 heads(a.shape.value_heads, a.n_rows);
+  // Where a device has room for twice as many blocks.
+  if (a.long_rows && a.shape.value_heads * a.n_rows <= device->room.processors)
+    KSL_CHAIN(device, "gdn_step", step_parts_kernel, dim3(heads.x * 2, heads.y), kThreads, a);
+  else
+    KSL_CHAIN(device, "gdn_step", step_kernel<false>, heads, kThreads, a);
 }
 
 void gdn_replay(Device *device, const StepArgs &a, int layers) {
