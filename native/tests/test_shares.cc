@@ -92,6 +92,12 @@ int main() {
     if (ksl::stream_most(room) >= room.block_bytes) failures++;
     if (ksl::stream_least(room) > ksl::stream_most(room)) failures++;
   }
+  // Beside a block of stream_few_beside one of step_kernel's, which is the largest of those behind
+  // products: 41 KiB, and 1 KiB that the system takes of each block.
+  const int64_t beside = ksl::stream_most_beside(rooms[0]);
+  if (beside + (41 + 2) * 1024 > rooms[0].processor_bytes) failures++;
+  if (beside < ksl::stream_least(rooms[0])) failures++;
+  if (ksl::stream_most_beside(rooms[1]) != 0) failures++;
   if (failures > 0) fprintf(stderr, "%d failures\n", failures);
   return failures > 0 ? 1 : 0;
 }

@@ -2,6 +2,7 @@
 // elements 8 l .. 8 l + 7 of every 256 in ascending order, then the lanes are added in a fixed
 // tree.
 #pragma once
+#include "../common/bulk.cuh"
 #include "gemm.cuh"
 
 namespace ksl {
@@ -45,11 +46,11 @@ __device__ inline void eight_values(const Raw &m, int64_t row, int k, float (&w)
 }
 
 // Activations are padded to 16 zeros, so whole eights may be read.
-template <int kEncoding, int kTokens>
+template <int kEncoding, int kTokens, int kUnroll>
 __device__ inline void plain_dot(const PlainArgs &a, const Raw &m, int64_t row, int token, int lane,
                                  float (&sum)[kTokens]) {
   constexpr bool kHot = kEncoding == KSL_ENC_BF16 || kEncoding == KSL_ENC_F32;
-#pragma unroll kHot ? 4 : 1
+#pragma unroll kHot ? kUnroll : 1
   for (int k = lane * 8; k < m.cols; k += 256) {
     float w[8];
     eight_values<kEncoding>(m, row, k, w);
@@ -71,8 +72,9 @@ __device__ inline void plain_dot(const PlainArgs &a, const Raw &m, int64_t row, 
   }
 }
 
-// Row `item` of all for tokens [token, token + kTokens).
-template <int kTokens>
+// Row `item` of all for tokens [token, token + kTokens). kUnroll: rounds whose loads are in flight
+// together.
+template <int kTokens, int kUnroll = 4>
 __device__ inline void plain_row(const PlainArgs &a, int item, int token, int lane) {
   if (item >= a.first_row[a.n]) return;
   int which = 0;
@@ -82,19 +84,19 @@ __device__ inline void plain_row(const PlainArgs &a, int item, int token, int la
   float sum[kTokens] = {};
   switch (m.encoding) {
     case KSL_ENC_F32:
-      plain_dot<KSL_ENC_F32, kTokens>(a, m, row, token, lane, sum);
+      plain_dot<KSL_ENC_F32, kTokens, kUnroll>(a, m, row, token, lane, sum);
       break;
     case KSL_ENC_BF16:
-      plain_dot<KSL_ENC_BF16, kTokens>(a, m, row, token, lane, sum);
+      plain_dot<KSL_ENC_BF16, kTokens, kUnroll>(a, m, row, token, lane, sum);
       break;
     case KSL_ENC_FP8:
-      plain_dot<KSL_ENC_FP8, kTokens>(a, m, row, token, lane, sum);
+      plain_dot<KSL_ENC_FP8, kTokens, kUnroll>(a, m, row, token, lane, sum);
       break;
     case KSL_ENC_E2M3:
-      plain_dot<KSL_ENC_E2M3, kTokens>(a, m, row, token, lane, sum);
+      plain_dot<KSL_ENC_E2M3, kTokens, kUnroll>(a, m, row, token, lane, sum);
       break;
     default:
-      plain_dot<KSL_ENC_NVFP4, kTokens>(a, m, row, token, lane, sum);
+      plain_dot<KSL_ENC_NVFP4, kTokens, kUnroll>(a, m, row, token, lane, sum);
   }
   const Output &to = a.outputs[which];
 #pragma unroll
@@ -103,6 +105,18 @@ __device__ inline void plain_row(const PlainArgs &a, int item, int token, int la
     if (lane == 0 && token + t < a.tokens)
       to.y[static_cast<int64_t>(token + t) * to.stride + row] = total;
   }
+}
+
+// Brings row `item` into L2, where that is what is stored.
+__device__ inline void plain_ahead(const PlainArgs &a, int item) {
+  if (item >= a.first_row[a.n]) return;
+  int which = 0;
+  while (item >= a.first_row[which + 1]) which++;
+  const Raw &m = a.matrices[which];
+  if (m.encoding != KSL_ENC_BF16 || (m.cols & 7) != 0) return;
+  bulk_ahead(static_cast<const uint16_t *>(m.codes) +
+                 static_cast<int64_t>(item - a.first_row[which]) * m.cols,
+             m.cols * 2);
 }
 
 // The kernels of stream.cuh. plain: rows that read the same input and are computed beside it.

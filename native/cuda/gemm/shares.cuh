@@ -31,6 +31,11 @@ constexpr int64_t stream_most(const Room &room) {
   return most < room.block_bytes ? most : room.block_bytes;
 }
 
+// What stream_few_beside takes at most, of a device with as much as sm_90 has; of others nothing.
+constexpr int64_t stream_most_beside(const Room &room) {
+  return room.block_bytes > kSmallRoom ? room.processor_bytes - 48 * 1024 : 0;
+}
+
 // Bytes of stream_few and stream_many. weights: bytes of a block of them; range: blocks of a slice.
 constexpr int64_t stream_few_bytes(const Shares &s, int weights, int stages, int range,
                                    int tokens) {

@@ -178,8 +178,9 @@ struct Share {
 
 // What the warps behind the others do; the rows are dealt out to blocks, the tokens to warps.
 __device__ inline void take_plain(const StreamArgs &a, int warp, int lane) {
-  wait_before();
   const int rows = a.plain.first_row[a.plain.n];
+  if (warp == 0 && lane == 0) plain_ahead(a.plain, blockIdx.x);
+  wait_before();
   for (int item = blockIdx.x; item < rows; item += gridDim.x) {
     if (a.tokens == 1) {
       if (warp == 0) plain_row<1>(a.plain, item, 0, lane);
@@ -196,13 +197,26 @@ __device__ inline void meet(int warps) {
 }
 
 constexpr int kFewPlainWarps = 1;  // its tokens are one set of them
+// The same in stream_few_beside, which has registers for one round of loads.
+template <int kTokens>
+__device__ inline void take_few_plain(const StreamArgs &a, int lane) {
+  const int rows = a.plain.first_row[a.plain.n];
+  if (lane == 0) plain_ahead(a.plain, blockIdx.x);
+  wait_before();
+  for (int row = blockIdx.x; row < rows; row += gridDim.x)
+    plain_row<kTokens, 1>(a.plain, row, 0, lane);
+}
+
+// Stages that stream_few_beside fills before it waits: loads of the kernel in front, for which it
+// waits, would stand in line behind more.
+constexpr int kStagesAhead = 2;
+
 // Up to kTokens tokens: the activations of the slice stay in shared memory, and a ring, which one
 // warp fills, has a block of weights for every tile and way of a set in each stage. The others have
 // a tile each, or one of its ways, and do little beside products: the kernel takes as long as their
 // instructions do.
-template <int kEncoding, int kTokens>
-__global__ void __launch_bounds__((kBoundWarps + kFewPlainWarps + 1) * 32, 1)
-    stream_few(const __grid_constant__ StreamArgs a) {
+template <int kEncoding, int kTokens, bool kBeside>
+__device__ inline void few(const StreamArgs &a) {
   constexpr int kBytes = Expand<kEncoding>::kBytes;
   constexpr int kLanes = kTokens * 4, kPart = kLanes * 16;
   extern __shared__ __align__(128) uint8_t memory[];
@@ -219,7 +233,10 @@ __global__ void __launch_bounds__((kBoundWarps + kFewPlainWarps + 1) * 32, 1)
   }
   __syncthreads();
   if (warp > warps) {
-    take_plain(a, warp - warps - 1, lane);
+    if constexpr (kBeside)
+      take_few_plain<kTokens>(a, lane);
+    else
+      take_plain(a, warp - warps - 1, lane);
     return;
   }
   const Share share(a);
@@ -232,10 +249,12 @@ __global__ void __launch_bounds__((kBoundWarps + kFewPlainWarps + 1) * 32, 1)
     const int64_t tile_bytes = static_cast<int64_t>(a.supers) * kBytes;
     const uint8_t *from = a.data + (share.first + slot) * tile_bytes +
                           static_cast<int64_t>(share.begin + skip) * kBytes;
-    int place = 0, phase = 1;
+    int place = 0, phase = 1, ahead = 0;
     for (int set = share.first; set < share.last; set += a.set_tiles) {
       const bool has_tile = lane < warps && set + slot < share.last;
+#pragma unroll 1
       for (int i = 0; i < steps; i++) {
+        if (kBeside && ahead++ == kStagesAhead) wait_before();
         const bool there = has_tile && i < n;
         const int blocks = __popc(__ballot_sync(kAll, there));
         const unsigned full = barriers + place * 16;
@@ -304,6 +323,20 @@ __global__ void __launch_bounds__((kBoundWarps + kFewPlainWarps + 1) * 32, 1)
     }
     if (way == 0 && works) write_group(a, tile, share.slice, 0, lane, scales, sum[0][0]);
   }
+}
+
+template <int kEncoding, int kTokens>
+__global__ void __launch_bounds__((kBoundWarps + kFewPlainWarps + 1) * 32, 1)
+    stream_few(const __grid_constant__ StreamArgs a) {
+  few<kEncoding, kTokens, false>(a);
+}
+// Leaves registers, and shared memory, for a block of the small kernel behind, which is there when
+// this one ends then, and has fetched what it can.
+constexpr int kBesideRegisters = 56;
+template <int kEncoding, int kTokens>
+__global__ void __maxnreg__(kBesideRegisters)
+    stream_few_beside(const __grid_constant__ StreamArgs a) {
+  few<kEncoding, kTokens, true>(a);
 }
 
 // More tokens: the activations of blocks of weights lie beside them in a ring that one warp fills;

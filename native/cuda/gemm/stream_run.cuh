@@ -35,12 +35,12 @@ inline StreamArgs stream_args(const Packed &m, const Split &x, const Output *out
   return a;
 }
 
-// Launches with as many stages as there is room for.
+// Launches with as many stages as there is room for in `most`.
 template <class Bytes>
 void launch_stream(Device *device, void (*kernel)(StreamArgs), StreamArgs a, int warps, int sets,
-                   Bytes bytes) {
+                   int64_t most, Bytes bytes) {
   a.stages = 8;
-  while (a.stages > 1 && bytes(a.stages) > stream_most(device->room)) a.stages--;
+  while (a.stages > 1 && bytes(a.stages) > most) a.stages--;
   const int64_t least = stream_least(device->room), needed = bytes(a.stages);
   launch_chained(device, "stream", kernel, dim3(a.shares * a.slices, sets),
                  (warps + a.plain_warps) * 32, needed > least ? needed : least, a);
@@ -57,12 +57,28 @@ int64_t few_bytes(const StreamArgs &a, int stages) {
 }
 
 template <int kEncoding, int kTokens>
+void run_few_kernel(Device *device, void (*kernel)(StreamArgs), const StreamArgs &a, int64_t most) {
+  launch_stream(device, kernel, a, a.set_tiles * a.ways + 1, 1, most,
+                [&](int stages) { return few_bytes<kEncoding, kTokens>(a, stages); });
+}
+template <int kEncoding, int kTokens>
 void run_few(Device *device, const StreamArgs &a) {
   static const bool raised =
       raise_shared(device, stream_few<kEncoding, kTokens>, stream_most(device->room));
   (void)raised;  // per instance; the engine has one thread
-  launch_stream(device, stream_few<kEncoding, kTokens>, a, a.set_tiles * a.ways + 1, 1,
-                [&](int stages) { return few_bytes<kEncoding, kTokens>(a, stages); });
+  run_few_kernel<kEncoding, kTokens>(device, stream_few<kEncoding, kTokens>, a,
+                                     stream_most(device->room));
+}
+// Whether it can.
+template <int kTokens>
+bool run_few_beside(Device *device, const StreamArgs &a) {
+  const int64_t most = stream_most_beside(device->room);
+  if (few_bytes<KSL_ENC_NVFP4, kTokens>(a, 2) > most) return false;
+  const auto kernel = stream_few_beside<KSL_ENC_NVFP4, kTokens>;
+  static const bool raised = raise_shared(device, kernel, most);
+  (void)raised;
+  run_few_kernel<KSL_ENC_NVFP4, kTokens>(device, kernel, a, most);
+  return true;
 }
 
 template <int kEncoding, int kTiles, int kGroups>
@@ -72,7 +88,7 @@ void run_many(Device *device, const StreamArgs &a) {
   (void)raised;
   launch_stream(device, stream_many<kEncoding, kTiles, kGroups>, a,
                 divide_up(a.set_tiles, kTiles) * a.ways + 1, divide_up(a.tokens, 8 * kGroups),
-                [&](int stages) {
+                stream_most(device->room), [&](int stages) {
                   return stream_many_bytes(shares_of(a), Expand<kEncoding>::kBytes, stages, kTiles,
                                            kGroups);
                 });
@@ -90,6 +106,9 @@ void run_few_if(Device *device, const StreamArgs &a) {
 
 template <int kEncoding>
 void run_stream(Device *device, const StreamArgs &a) {
+  if (kEncoding == KSL_ENC_NVFP4 && a.tokens <= 2 &&
+      (a.tokens == 1 ? run_few_beside<1>(device, a) : run_few_beside<2>(device, a)))
+    return;
   if (a.tokens == 1)
     run_few_if<kEncoding, 1>(device, a);
   else if (a.tokens == 2)
