@@ -1,6 +1,6 @@
 """What speculation gains: tokens per second against plain decode, with the scheduler that serves.
 
-    python -m bench.speculation [--kinds code,chat,random] [--streams 1,2,4,8] [--pairs 81]
+    python -m bench.speculation [--kinds code,chat,random,head] [--streams 1,2,4,8] [--pairs 81]
                                 [--tokens 192] [--batches 8] [--speculation auto] [--backend cpu]
                                 [--save]
     python -m bench.speculation --acceptance [--tokens 192] [--backend cpu] [--save]
@@ -16,9 +16,11 @@ The pairs before the first one that counts warm up, as a server would be.
 
 Texts: `code` goes on with boilerplate that is in its context twice, greedily; `chat` answers the
 golden prompts with the family's default sampling, and goes on where they end; `random` samples so
-hot from random ids that nothing can be foreseen. `--acceptance`: see bench/drafts.py. `--device` is
-for models without data: what verify waves and MTP drafts cost beside plain waves, and the rate that
-follows where 0, 50 and 80 % of the drafts come true, which is forced.
+hot from random ids that nothing can be foreseen. Both sides of these run with the MTP head, whose
+keys and values follow every position; `head` is what that costs: plain decode of the random text by
+an engine with the head, and by one as `--speculation off` opens it. `--acceptance`: see
+bench/drafts.py. `--device` is for models without data: what verify waves and MTP drafts cost beside
+plain waves, and the rate that follows where 0, 50 and 80 % of the drafts come true (forced).
 """
 
 from __future__ import annotations
@@ -41,9 +43,11 @@ from kslserve.engine.cuda import load_library
 from kslserve.engine.model import PoolSizes
 from kslserve.engine.native import NativeEngine
 from kslserve.engine.types import Ids
+from kslserve.ksl.model import ModelFile
 from kslserve.ksl.open import open_model
 from kslserve.sched.scheduler import Job
 from kslserve.sched.spec.policy import SpecPolicy
+from kslserve.startup.speculation import leave_head
 from kslserve.text.tokenizer import Tokenizer
 
 GOLDEN = Path(__file__).resolve().parents[1] / "tests/data/nano_golden.json"
@@ -52,6 +56,7 @@ SAMPLINGS = {
     "code": SamplingParams(temperature=0.0),
     "chat": FAMILY,
     "random": SamplingParams(temperature=2.0),
+    "head": SamplingParams(temperature=2.0),
 }
 BOILERPLATE = (
     """def get_{0}(config):
@@ -164,29 +169,40 @@ async def cell(
     )  # fmt: skip
 
 
+def open_engine(model: ModelFile, args: argparse.Namespace, most: int, blocks: int) -> Turns:
+    """For so many streams of so many blocks each."""
+    engine = NativeEngine.open(
+        model.spec, model.tensors, PoolSizes(most, most, most * blocks, BLOCK, blocks, 512),
+        kv_format="bf16", threads=args.threads, nice=args.nice, draft_margin=args.margin,
+        **args.place,
+    )  # fmt: skip
+    return Turns(engine)
+
+
 async def matrix(args: argparse.Namespace, report: Report) -> None:
-    streams = [int(n) for n in args.streams.split(",")]
-    per_slot = -(-(600 + args.tokens) // BLOCK)
-    most = max(streams)
+    streams, kinds = [int(n) for n in args.streams.split(",")], args.kinds.split(",")
+    blocks = -(-(600 + args.tokens) // BLOCK)
+    context = blocks * BLOCK
     with open_model(args.model) as model:
         assert model.tokenizer_json is not None
         tokenizer = Tokenizer(model.tokenizer_json, model.generation.eos_ids)
-        engine = NativeEngine.open(
-            model.spec, model.tensors,
-            PoolSizes(most, most, most * per_slot, BLOCK, per_slot, 512),
-            kv_format="bf16", threads=args.threads, nice=args.nice, draft_margin=args.margin,
-            **args.place,
-        )  # fmt: skip
-    turns = Turns(engine)
-    plain = Server(Turn(turns), per_slot * BLOCK, None)
-    spec = Server(Turn(turns), per_slot * BLOCK, POLICIES[args.speculation])
-    for kind in args.kinds.split(","):
+        turns = [open_engine(model, args, max(streams), blocks)]
+        plain = Server(Turn(turns[0]), context, None)
+        sides = [plain, Server(Turn(turns[0]), context, POLICIES[args.speculation])]
+        if "head" in kinds:
+            leave_head(model)
+            turns.append(open_engine(model, args, max(streams), blocks))
+            headless = Server(Turn(turns[1]), context, None)
+    equality = turns[0].engine.info.equality
+    exact = equality.batch.bit and equality.speculation.bit
+    for kind in kinds:
+        pair = [headless, plain] if kind == "head" else sides
         for n in streams:
             count = max(2, args.batches // n)  # so that warming up takes little longer
             batches = batches_of(kind, n, args.tokens, count, tokenizer)
-            exact = engine.info.equality.batch.bit and engine.info.equality.speculation.bit
-            await cell(report, plain, spec, kind, batches, args.pairs, exact)
-    engine.close()
+            await cell(report, *pair, kind, batches, args.pairs, exact)
+    for turn in turns:
+        turn.engine.close()
 
 
 async def golden_acceptance(args: argparse.Namespace, report: Report) -> None:
@@ -197,7 +213,7 @@ async def golden_acceptance(args: argparse.Namespace, report: Report) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="ksl-nano")
-    parser.add_argument("--kinds", default="code,chat,random")
+    parser.add_argument("--kinds", default="code,chat,random,head")
     parser.add_argument("--streams", default="1,2,4,8")
     parser.add_argument("--pairs", type=int, default=81)
     parser.add_argument("--tokens", type=int, default=192)

@@ -13,9 +13,14 @@ from kslserve.sched.spec.policy import SpecPolicy
 def leave_unused_head(settings: Settings, model: ModelFile) -> None:
     """Take the MTP head off a model that nothing will draft with: it would be read and held, have
     keys and values of its own, and follow every wave with them."""
-    if settings.speculation in ("off", "ngram") and model.spec.mtp_layers:
-        model.spec = dataclasses.replace(model.spec, mtp_layers=0)
-        model.tensors = [t for t in model.tensors if not t.name.startswith("mtp.")]
+    if settings.speculation in ("off", "ngram"):
+        leave_head(model)
+
+
+def leave_head(model: ModelFile) -> None:
+    """Take the MTP head off a model that has one."""
+    model.spec = dataclasses.replace(model.spec, mtp_layers=0)
+    model.tensors = [t for t in model.tensors if not t.name.startswith("mtp.")]
 
 
 def spec_policy(settings: Settings, has_mtp: bool) -> SpecPolicy | None:
