@@ -24,7 +24,7 @@ from kslserve.sched.spec.index import SuffixIndex
 from kslserve.sched.spec.ladder import Ladder
 from kslserve.sched.spec.patience import Account, Patience, Trial
 
-STRONG_LENGTH, STRONG = 12, 0.8  # a match that makes MTP drafts superfluous
+STRONG = 0.8  # chance of what the index predicts that makes MTP drafts superfluous
 CATCH_UP = 1 + DRAFT_MAX  # more tokens than a wave samples say nothing of predictions
 DEEPER_EVERY = 16  # rounds after which a chain is tried one draft deeper
 ASLEEP_MAX = 64  # most waves between two looks
@@ -188,10 +188,12 @@ class Drafter:
         if self.chain is None or most <= 0:
             return []
         index, matches = self.index, self.matches
-        strong = index is not None and index.length >= STRONG_LENGTH
-        if index is not None and matches is not None and strong:
-            strong = matches.values[match_class(index.length)] >= STRONG
-        if strong:
+        if (
+            index is not None
+            and matches is not None
+            and index.at
+            and matches.values[match_class(index.length)] >= STRONG
+        ):
             return []
         return [self._made * chance for chance in chain_survival(self.chain, most)]
 

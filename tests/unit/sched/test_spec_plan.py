@@ -26,7 +26,7 @@ from kslserve.sched.spec.acceptance import (
     suffix_survival,
 )
 from kslserve.sched.spec.depth import GAIN, choose_depths, choose_lanes
-from kslserve.sched.spec.drafter import NEAR_MAX, Drafter
+from kslserve.sched.spec.drafter import NEAR_MAX, STRONG, Drafter
 from kslserve.sched.spec.index import SuffixIndex
 from kslserve.sched.spec.ladder import ROUNDS, Ladder
 from kslserve.sched.spec.patience import PAUSE_FIRST, PAUSE_LAST, TRIAL_FIRST, Patience
@@ -224,6 +224,16 @@ def test_trials_are_made_less_and_less_often() -> None:
     patience.gained()
     patience.tried(5000)
     assert patience.trial_at == 5000 + TRIAL_FIRST
+
+
+@pytest.mark.parametrize(("repeats", "first"), [(2, True), (9, True), (2, False), (9, False)])
+def test_no_chain_is_made_beside_a_sure_match(repeats: int, first: bool) -> None:
+    """However short it is, if such matches come true."""
+    chance = STRONG if first else STRONG - 0.01
+    drafter = Drafter(Averages((chance,) * len(MATCH_PRIOR)), Averages(DEPTH_PRIOR), Patience(), 15)
+    assert drafter.chances(3)
+    drafter.index = SuffixIndex(np.array([1, 2, 3, 4] * repeats, np.int32))
+    assert bool(drafter.chances(3)) is not first
 
 
 def test_chains_that_are_cut_off_at_once_promise_little() -> None:
