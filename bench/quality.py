@@ -75,8 +75,8 @@ def variants(spec: ModelSpec, weights: str) -> list[Variant]:
     found.append(Variant("activations_auto", activations="auto"))
     found += [
         Variant(f"kv_{kv}_auto", kv=kv, activations="auto")
-        for kv in ("bf16", "q4")
-        if usable(spec, kv)
+        for kv in KV_OF["cpu"]
+        if kv != "f32" and usable(spec, kv)
     ]
     if weights == "bf16":  # what is quantized already is not quantized again
         found += [Variant(f"weights_{name}", weights=name) for name in ("fp6", "nvfp4")]

@@ -15,7 +15,7 @@ namespace ksl {
 //   order
 //          of a block's; position p is at p % kv_ring, zeros where there was none
 // A block image is, per KV layer, four planes [block_tokens][kv_heads][bytes of KvRow]: K values, K
-// scales, V values, V scales.
+// scales, V values, V scales. Backends may hold blocks in another order.
 struct Budget {
   uint64_t delta_floats, conv_floats, hidden_floats;
   uint64_t ring_bytes;  // a multiple of 4

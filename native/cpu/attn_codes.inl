@@ -27,12 +27,14 @@ struct Q4Rows;  // attn_q4.inl
 // anything.
 struct CodeTile {
   int n, head_dim;
-  bool nibbles;  // keys are of 4 bits, with a scale and a zero point per 32 channels
+  bool groups;     // keys have a scale per 32 channels
+  bool nibbles;    // they are of 4 bits, and groups have a zero point
+  int scale_step;  // of groups: 0 if one scale is for all
   const uint8_t *k[kTilePieces];
   const int8_t *v[kTilePieces];
   const uint8_t *next[kTilePieces];  // pieces to fetch meanwhile; null: none
-  const KvRun *ahead;                // of nibbles: rows, n_ahead of them
-  int n_ahead;
+  const KvRun *ahead;                // of groups: rows, n_ahead of them
+  int n_ahead, ahead_k, ahead_v;     // bytes of their codes
   Q4Rows *rows;  // of nibbles: null, or what at most kSomeQueries read instead of pieces
   alignas(64) float v_log[kTileKeys], v_inverse[kTileKeys];
   alignas(64) float k_scale[kMaxGroups][kTileKeys], k_zero[kMaxGroups][kTileKeys];
@@ -94,11 +96,22 @@ KSL_INLINE void scores_of_bytes(const CodeTile *t, const uint8_t *q, size_t q_st
       x[r][v] = _mm512_mul_ps(floats_of(sum[r][v]), _mm512_load_ps(t->k_scale[0] + 16 * v));
 }
 
+// Where blocks are smaller than tiles, a part of the next one is fetched.
+KSL_INLINE void fetch_from(const KvRun *next, int n_next, CodeTile *t) {
+  t->ahead = next;
+  t->n_ahead = n_next ? next->n : 0;
+  if (!n_next) return;
+  const int d = t->head_dim, format = next->format;
+  const bool bytes = format == KSL_KV_FP8 || format == KSL_KV_INT8_G64;
+  t->ahead_k = bytes ? d : d / 2;
+  t->ahead_v = bytes || format == KSL_KV_Q4 ? d : d / 2;
+}
+
 // Fetches the key of row i of the next tile, and the scales; its value is fetched between values.
 KSL_INLINE void fetch_row(const CodeTile *t, int i) {
   if (i >= t->n_ahead) return;
   const KvRun *run = t->ahead;
-  for (int at = 0; at < t->head_dim / 2; at += 64)
+  for (int at = 0; at < t->ahead_k; at += 64)
     __builtin_prefetch(run->k + i * run->k_step + at, 0, 2);
   __builtin_prefetch(run->k_scale + i * run->k_scale_step, 0, 2);
   __builtin_prefetch(run->v_scale + i * run->v_scale_step, 0, 2);
@@ -149,6 +162,51 @@ static void scores_of_nibbles(const CodeTile *t, const uint8_t *q, size_t q_step
               _mm512_fmadd_ps(dot, _mm512_load_ps(t->k_scale[g] + 16 * (v + o)), total[r][o]);
         }
       }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      _mm512_store_ps(score + r * kTileKeys + 16 * v, total[r][0]);
+      _mm512_store_ps(score + r * kTileKeys + 16 * v + 16, total[r][1]);
+    }
+  }
+}
+
+// The same of bytes.
+template <int R>
+static void scores_of_groups(const CodeTile *t, const uint8_t *q, size_t q_step, bool fetch,
+                             float *score) {
+  const int rows = kMaxHeadDim / t->head_dim;  // to fetch per eight channels
+  int row = 0;
+  for (int v = 0; v < kTilePieces; v += 2) {
+    __m512 total[R][2];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) total[r][0] = total[r][1] = _mm512_setzero_ps();
+    const uint8_t *k0 = t->k[v], *k1 = t->k[v + 1], *four = q;
+    for (int g = 0; g < t->head_dim / kGroupChannels; g++) {
+      Lanes sum[R][2];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        const int codes = (int)query_facts(q + r * q_step, t->head_dim)->sums[g];
+        sum[r][0] = sum[r][1] = (Lanes)_mm512_set1_epi32(-128 * codes);
+      }
+#pragma GCC unroll 8
+      for (int i = 0; i < kGroupChannels; i += 4, k0 += 64, k1 += 64, four += 4) {
+        for (const int end = row + rows; i % 8 == 0 && fetch && row < end; row++) fetch_row(t, row);
+        const __m512i a = _mm512_load_si512(k0), b = _mm512_load_si512(k1);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+          const __m512i x = four_bytes(four + r * q_step);
+          dot_bytes(sum[r][0], a, x);
+          dot_bytes(sum[r][1], b, x);
+        }
+      }
+      const float *scale = t->k_scale[g * t->scale_step] + 16 * v;
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+        for (int o = 0; o < 2; o++)
+          total[r][o] =
+              _mm512_fmadd_ps(floats_of(sum[r][o]), _mm512_load_ps(scale + 16 * o), total[r][o]);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
@@ -299,7 +357,7 @@ static __attribute__((noinline)) void values_of_codes(const CodeTile *t, const u
   for (int piece = 0; piece < pieces; piece++) {
     const int8_t *v = t->v[piece] + kPieceKeys * at;
     const uint8_t *next =
-        fetch && !t->nibbles ? t->next[piece] + (size_t)kPieceKeys * (t->head_dim + at) : nullptr;
+        fetch && !t->groups ? t->next[piece] + (size_t)kPieceKeys * (t->head_dim + at) : nullptr;
 #pragma GCC unroll 4
     for (int j = 0; j < kPieceKeys; j += 4, p += 4, v += 256) {
       __m512i x[N];
@@ -308,7 +366,7 @@ static __attribute__((noinline)) void values_of_codes(const CodeTile *t, const u
       if (next) {
 #pragma GCC unroll 4
         for (int o = 0; o < N; o++) __builtin_prefetch(next + 64 * (j + o), 0, 2);
-      } else if (fetch) {
+      } else if (fetch && at < t->ahead_v) {
         for (int i = kPieceKeys * piece + j, end = i + 4; i < end && i < t->n_ahead; i++)
           __builtin_prefetch(t->ahead->v + i * t->ahead->v_step + at, 0, 2);
       }
@@ -355,11 +413,11 @@ static void values_of_rows(const CodeTile *t, const uint8_t *p, int queries, con
 
 // Probabilities of at most kBlockQueries queries. The exponentials of some are made between the
 // scores of the next ones, since the products leave half of the machine idle.
-template <bool kNibbles, bool kAll>
+template <bool kGroups, bool kAll>
 static void soften_block(const CodeTile *t, const uint8_t *q, size_t q_step, int queries,
                          const int *n_keys, bool ahead, CodeProbabilities *to) {
-  alignas(64) float score[kNibbles ? kSomeQueries * kTileKeys : 1];
-  if (kNibbles && t->rows) scores_of_rows(t, q, q_step, queries, score);
+  alignas(64) float score[kGroups ? kSomeQueries * kTileKeys : 1];
+  if (kGroups && t->rows) scores_of_rows(t, q, q_step, queries, score);
   Exponents e;
   e.n = 0;
   const auto soften = [&](int step) __attribute__((always_inline)) {
@@ -371,12 +429,14 @@ static void soften_block(const CodeTile *t, const uint8_t *q, size_t q_step, int
     for (; done + R <= queries; done += R) {
       const uint8_t *from = q + done * q_step;
       __m512 x[R][kTilePieces];
-      if (kNibbles) {
+      if (kGroups) {
         const float *at = score;
         if (t->rows)
           at += done * kTileKeys;
-        else
+        else if (t->nibbles)
           scores_of_nibbles<R>(t, from, q_step, ahead, score);
+        else
+          scores_of_groups<R>(t, from, q_step, ahead, score);
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
@@ -389,7 +449,7 @@ static void soften_block(const CodeTile *t, const uint8_t *q, size_t q_step, int
       const int *sees = n_keys + done;
       const __m512 most = exponents_of<R, kAll>(t, from, q_step, x, sees, to->m + done);
       e.n = 0;
-      if (!kNibbles && done + R < queries) {
+      if (!kGroups && done + R < queries) {
         e.n = R;
         e.first = done;
 #pragma GCC unroll 4
@@ -431,8 +491,8 @@ static void attn_block_codes(const CodeTile *t, const uint8_t *q, size_t q_step,
   CodeProbabilities p;
   CodeWeights w;
   const auto soften = n_keys[0] >= kTileKeys  // ascending
-                          ? t->nibbles ? soften_block<true, true> : soften_block<false, true>
-                          : t->nibbles ? soften_block<true, false> : soften_block<false, false>;
+                          ? t->groups ? soften_block<true, true> : soften_block<false, true>
+                          : t->groups ? soften_block<true, false> : soften_block<false, false>;
   soften(t, q, q_step, queries, n_keys, fetch, &p);
   bool ahead = fetch;
   for (int h = 0; h < queries; h++) w.start[h] = m[h] == -__builtin_inff() && l[h] == 0.0f;
@@ -463,7 +523,7 @@ static void attn_columns_codes(const CodeTile *t, const uint8_t *q, size_t q_ste
                                int columns, const int *n_keys, float *m, float *l, float *acc) {
   int c = 0;
   while (c < columns && n_keys[c] <= 0) c++;
-  bool fetch = t->nibbles ? t->n_ahead > 0 : t->next[0] != nullptr;
+  bool fetch = t->groups ? t->n_ahead > 0 : t->next[0] != nullptr;
   const int end = columns * group;
   int of_column = 0;
   for (int h = c * group, n; h < end; h += n) {
@@ -522,9 +582,7 @@ static void attn_tile_codes(const uint8_t *const *pieces, const uint8_t *const *
   t.n = n_keys[columns - 1];
   if (t.n <= 0) return;
   t.head_dim = head_dim;
-  t.nibbles = false;
-  t.ahead = nullptr;
-  t.n_ahead = 0;
+  t.groups = t.nibbles = false;
   t.rows = nullptr;
   const int n = (t.n + kPieceKeys - 1) / kPieceKeys;
   for (int i = 0; i < kTilePieces; i++) {

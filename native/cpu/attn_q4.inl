@@ -46,33 +46,16 @@ static void fill_nibbles(const uint8_t *const *k, int d, uint8_t *out) {
 
 // Per 32 channels scales and zero points of a piece from `key` on.
 static void fill_scales(const uint8_t *const *scales, int d, CodeTile *t, int key) {
-  // Rows of at most eight pairs of halves: j and j + 4 in one vector.
   const __mmask8 some = (__mmask8)((1u << d / kGroupChannels) - 1);
-  Words r[8], a[8];
-#pragma GCC unroll 8
-  for (int j = 0; j < 8; j++) {
-    const int row = j < 4 ? j : j + 4;
-    r[j] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi32(some, scales[row])),
-                              _mm256_maskz_loadu_epi32(some, scales[row + 4]), 1);
-  }
-#pragma GCC unroll 2
-  for (int j = 0; j < 8; j += 4) {
-    const Words ab = _mm512_unpacklo_epi32(r[j], r[j + 1]);
-    const Words cd = _mm512_unpacklo_epi32(r[j + 2], r[j + 3]);
-    const Words ef = _mm512_unpackhi_epi32(r[j], r[j + 1]);
-    const Words gh = _mm512_unpackhi_epi32(r[j + 2], r[j + 3]);
-    a[j] = _mm512_unpacklo_epi64(ab, cd);
-    a[j + 1] = _mm512_unpackhi_epi64(ab, cd);
-    a[j + 2] = _mm512_unpacklo_epi64(ef, gh);
-    a[j + 3] = _mm512_unpackhi_epi64(ef, gh);
-  }
+  __m256i rows[kPieceKeys];
+#pragma GCC unroll 16
+  for (int j = 0; j < kPieceKeys; j++) rows[j] = _mm256_maskz_loadu_epi32(some, scales[j]);
+  Words pairs[kMaxGroups];
+  turn_eights(rows, pairs);
 #pragma GCC unroll 8
   for (int g = 0; g < kMaxGroups; g++) {
-    const Words pairs = g < 4 ? _mm512_shuffle_i32x4(a[g], a[4 + g], 0x88)
-                              : _mm512_shuffle_i32x4(a[g - 4], a[g], 0xdd);
-    _mm512_store_ps(t->k_scale[g] + key, _mm512_cvtph_ps(_mm512_cvtepi32_epi16(pairs)));
-    _mm512_store_ps(t->k_zero[g] + key,
-                    _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(pairs, 16))));
+    _mm512_store_ps(t->k_scale[g] + key, floats_of_low(pairs[g]));
+    _mm512_store_ps(t->k_zero[g] + key, floats_of_high(pairs[g]));
   }
 }
 
@@ -108,6 +91,17 @@ static int fill_e4m3(const uint8_t *const *v, int d, uint8_t *out) {
   int spoilt = 0;
   for (int j = 0; j < 4; j++) spoilt |= (_mm512_movepi8_mask(any[j]) != 0) << j;
   return spoilt;
+}
+
+// Scales of values of a piece. Codes are 127 / 448 of the values that e4m3 gives to scales, which
+// are powers of two. Rows of a smaller one are as good as zero, and their inverse would leave no
+// room for a sum.
+KSL_INLINE void e4m3_scales(__m512 scale, __mmask16 spoilt, CodeTile *t, int at) {
+  scale = _mm512_max_ps(_mm512_set1_ps(kLeastRow), scale);
+  scale = _mm512_mask_mov_ps(scale, spoilt, _mm512_set1_ps(__builtin_nanf("")));
+  _mm512_store_ps(t->v_log + at,
+                  _mm512_add_ps(_mm512_getexp_ps(scale), _mm512_set1_ps(0x1.d19460p+0f)));
+  _mm512_store_ps(t->v_inverse + at, _mm512_div_ps(_mm512_set1_ps(127.0f / 448), scale));
 }
 
 // Calls f(constant, first) for runs of 4, 2 and 1 of at most kFewQueries rows.
@@ -221,7 +215,7 @@ static void values_of_rows(const CodeTile *t, const uint8_t *p, bool fetch, cons
       __m512 x[4];
 #pragma GCC unroll 4
       for (int o = 0; o < 4; o++) x[o] = floats_of(sum[r][o]);
-      FromE4m3::sort(x);  // lane k of vector o has channels 16 k + 4 o and the next three
+      sort_quads(x);  // lane k of vector o has channels 16 k + 4 o and the next three
       const __m512 old = _mm512_set1_ps(w->old[first + r]);
       const __m512 fresh = _mm512_set1_ps(w->fresh[first + r]);
       const __mmask16 has = w->start[first + r] ? (__mmask16)0 : (__mmask16)0xffff;
@@ -267,9 +261,9 @@ static void attn_tile_q4(const KvRun *runs, int n_runs, const KvRun *next, int n
   Q4Rows rows;
   t.n = n_keys[columns - 1];
   t.head_dim = head_dim;
-  t.nibbles = true;
-  t.ahead = next;  // where blocks are smaller than tiles, a part of it
-  t.n_ahead = n_next ? next->n : 0;
+  t.groups = t.nibbles = true;
+  t.scale_step = 1;
+  fetch_from(next, n_next, &t);
   t.rows = group * columns <= kFewQueries ? &rows : nullptr;
   rows.spoilt = false;
   alignas(64) float v_scale[kTileKeys];
@@ -305,35 +299,11 @@ static void attn_tile_q4(const KvRun *runs, int n_runs, const KvRun *next, int n
       for (int j = 0; j < kPieceKeys; j += 4)
         spoilt |= fill_e4m3(rows.v + at + j, head_dim, values + from * value_bytes + 64 * j) << j;
     }
-    // Codes are 127 / 448 of the values that e4m3 gives to scales, which are powers of two.
-    // Rows of a smaller one are as good as zero, and their inverse would leave no room for a sum.
-    const __m512 least = _mm512_max_ps(_mm512_set1_ps(kLeastRow), _mm512_load_ps(v_scale + at));
-    const __m512 scale =
-        _mm512_mask_mov_ps(least, (__mmask16)spoilt, _mm512_set1_ps(__builtin_nanf("")));
-    _mm512_store_ps(t.v_log + at,
-                    _mm512_add_ps(_mm512_getexp_ps(scale), _mm512_set1_ps(0x1.d19460p+0f)));
-    _mm512_store_ps(t.v_inverse + at, _mm512_div_ps(_mm512_set1_ps(127.0f / 448), scale));
+    e4m3_scales(_mm512_load_ps(v_scale + at), (__mmask16)spoilt, &t, at);
   }
   attn_columns_codes(&t, (const uint8_t *)q, 4 * (size_t)head_dim, group, columns, n_keys, m, l,
                      acc);
   if (rows.spoilt) spoil(&rows, head_dim, group, columns, n_keys, l);
-}
-
-// ---- any format
-
-static void attn_query_narrow(int format, const float *q, int head_dim, float scale, void *out) {
-  if (format == KSL_KV_Q4)
-    attn_query_codes(q, head_dim, scale, true, out);
-  else
-    attn_query_bf16(format, q, head_dim, scale, out);
-}
-
-static void attn_tile_narrow(const KvRun *runs, int n_runs, const KvRun *next, int n_next,
-                             const void *q, int group, int columns, const int *n_keys, int head_dim,
-                             uint8_t *scratch, float *m, float *l, float *acc) {
-  if (n_keys[columns - 1] <= 0) return;
-  const auto tile = runs[0].format == KSL_KV_Q4 ? attn_tile_q4 : attn_tile_bf16;
-  tile(runs, n_runs, next, n_next, q, group, columns, n_keys, head_dim, scratch, m, l, acc);
 }
 
 }  // namespace

@@ -34,9 +34,6 @@ namespace {
 uint8_t *slab_part(const Backend *b, const ksl_op *op) {
   return reinterpret_cast<uint8_t *>(slab_at(b, op->a)) + op->b;
 }
-uint8_t *block_part(const Backend *b, const ksl_op *op) {
-  return b->blocks + op->a * b->block_bytes + op->b;
-}
 
 // Slabs that lie side by side in one piece, for the pages that two of them share.
 void drop_slabs(Backend *b, int first, int n) {
@@ -68,10 +65,10 @@ void run_op(Backend *b, const ksl_op *op) {
       memcpy(slab_part(b, op), op->data, op->n);
       break;
     case KSL_OP_SAVE_BLOCK:
-      memcpy(op->data, block_part(b, op), op->n);
+      block_save(b, op->a, op->b, op->n, op->data);
       break;
     case KSL_OP_LOAD_BLOCK:
-      memcpy(block_part(b, op), op->data, op->n);
+      block_load(b, op->a, op->b, op->n, op->data);
       codes_mark(b, op->a);
       break;
     case KSL_OP_CONFIGURE:

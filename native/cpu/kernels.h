@@ -132,7 +132,7 @@ struct Kernels {
 const Kernels *kernels_for(int isa);
 const char *kernels_list(void);  // "scalar avx2 avx512" as runnable here
 
-// What bf16 products do beside a table.
+// What such machines do beside a table: products of bf16, and attention on codes.
 struct Bf16Kernels {
   AttnKernels attn;
   CodeKernels codes;

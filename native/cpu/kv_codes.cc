@@ -25,15 +25,14 @@ void refresh_task(void *context, int, int begin, int end) {
   Backend *b = t->b;
   const ModelSpec *s = b->spec;
   const int d = s->head_dim;
-  const size_t step = static_cast<size_t>(s->kv_heads) * d;
   for (int i = begin; i < end; i++) {
     const int32_t stale = t->stale[i / s->kv_layers];
     const int block = stale / 2, layer = i % s->kv_layers;
     for (int h = 0; h < s->kv_heads; h++) {
       for (int at = 0; at < b->config->block_tokens; at += kPieceKeys) {
-        const size_t row = static_cast<size_t>(at) * s->kv_heads + h;
-        b->bf16->codes.encode_piece(pool_row(b, block, layer, 0, row), step,
-                                    pool_row(b, block, layer, 2, row), step, d,
+        const size_t row = static_cast<size_t>(h) * b->config->block_tokens + at;
+        b->bf16->codes.encode_piece(pool_row(b, block, layer, 0, row), d,
+                                    pool_row(b, block, layer, 2, row), d, d,
                                     code_piece_at(b, block, layer, h, at));
       }
       // Position 0 of the MTP layer.

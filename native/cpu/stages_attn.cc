@@ -56,7 +56,8 @@ void store_task(void *context, int, int begin, int end) {
     for (int h = 0; h < s->kv_heads; h++) {
       uint8_t *plane[kKvPlanes];
       for (int p = 0; p < kKvPlanes; p++) {
-        plane[p] = place.layer + b->kv_offset[p] + (place.row + h) * b->kv_bytes[p];
+        plane[p] = place.layer + b->kv_offset[p] +
+                   (place.row + h * b->config->block_tokens) * b->kv_bytes[p];
         if (position < t->first_key) memset(plane[p], 0, b->kv_bytes[p]);
       }
       const int at = position % b->config->block_tokens;
@@ -122,11 +123,12 @@ int find_runs(const Backend *b, const Keys &keys, int from, int to, KvRun *runs)
     KvRun *run = &runs[n++];
     const uint8_t *plane[kKvPlanes];
     const size_t *bytes;
+    size_t step = 1;  // rows to the next key
     if (from < keys.recent) {
       const KvPlace place = kv_place(b, keys.slot, keys.kv, from);
       bytes = b->kv_bytes;
       for (int p = 0; p < kKvPlanes; p++)
-        plane[p] = place.layer + b->kv_offset[p] + (place.row + keys.head) * bytes[p];
+        plane[p] = place.layer + b->kv_offset[p] + (place.row + keys.head * tokens) * bytes[p];
       if (piece > tokens - from % tokens) piece = tokens - from % tokens;
       if (piece > keys.recent - from) piece = keys.recent - from;
       run->format = pool_format;
@@ -137,6 +139,7 @@ int find_runs(const Backend *b, const Keys &keys, int from, int to, KvRun *runs)
       const size_t rows = staged ? b->config->wave_columns : b->ring_tokens;
       const size_t at = staged ? keys.row->column + from - start : from % b->ring_tokens;
       bytes = b->ring_bytes;
+      step = heads;
       for (int p = 0; p < kKvPlanes; p++)
         plane[p] = ring_row(b, layer, rows, p, at) + keys.head * bytes[p];
       if (!staged && piece > start - from) piece = start - from;
@@ -148,10 +151,10 @@ int find_runs(const Backend *b, const Keys &keys, int from, int to, KvRun *runs)
     run->k_scale = plane[1];
     run->v = plane[2];
     run->v_scale = plane[3];
-    run->k_step = heads * bytes[0];
-    run->k_scale_step = heads * bytes[1];
-    run->v_step = heads * bytes[2];
-    run->v_scale_step = heads * bytes[3];
+    run->k_step = step * bytes[0];
+    run->k_scale_step = step * bytes[1];
+    run->v_step = step * bytes[2];
+    run->v_scale_step = step * bytes[3];
     from += piece;
   }
   return n;

@@ -249,7 +249,9 @@ inline float *slab_at(const Backend *b, int index) {
   return b->places[index];
 }
 
-// Where a position is: a layer's part of its block, and the row of its first head there.
+// Where a position is: a layer's part of its block, and the row of its first head there; that of
+// the next head is block_tokens further. Attention reads one head at a time, and machines read
+// memory well where it is one piece.
 struct KvPlace {
   uint8_t *layer;
   size_t row;
@@ -260,7 +262,7 @@ inline int32_t block_of(const Backend *b, int slot, int position) {
 }
 inline KvPlace kv_place(const Backend *b, int slot, int layer, int position) {
   return {b->blocks + block_of(b, slot, position) * b->block_bytes + layer * b->kv_layer_bytes,
-          static_cast<size_t>(position % b->config->block_tokens) * b->spec->kv_heads};
+          static_cast<size_t>(position % b->config->block_tokens)};
 }
 
 // ---- kv_ring.cc
@@ -282,6 +284,12 @@ void ring_stage(Backend *b, int column);
 void ring_advance(Backend *b, int kv);
 // The same for the committed columns of rows with drafts, in all layers.
 void ring_commit_kept(Backend *b);
+
+// ---- kv_image.cc
+
+// Copies `n` bytes from byte `from` of a block's image on.
+void block_save(const Backend *b, int block, size_t from, size_t n, void *image);
+void block_load(Backend *b, int block, size_t from, size_t n, const void *image);
 
 // ---- kv_codes.cc
 

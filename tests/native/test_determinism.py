@@ -197,7 +197,11 @@ def test_any_number_of_threads(engines: Engines, isa: str, kv: str, arithmetic: 
 
 @each_path
 @pytest.mark.parametrize(
-    ("kv", "arithmetic"), [("bf16", "float"), ("bf16", "auto"), ("fp8", "auto"), ("q4", "auto")]
+    ("kv", "arithmetic"),
+    [
+        ("bf16", "float"),
+        *((kv, "auto") for kv in ("bf16", "fp8", "q4", "int8_g64", "int8ring_int4")),
+    ],
 )
 def test_one_query_over_many_keys(isa: str, kv: str, arithmetic: str) -> None:
     """Decode deep into a context: with threads the tiles of one query are shared out, and combined

@@ -236,6 +236,65 @@ def test_keys_and_values_are_read_as_they_are_stored(kv: str, d: int, isa: str) 
     assert kv == "f32" or np.abs(out - as_given).max() > 3e-4
 
 
+@pytest.mark.parametrize("kv", ["bf16", "fp8", "q4", "int8_g64", "int4_g32", "int8ring_int4"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("heads", [2, 6])  # for 2 of keys and values
+def test_rows_read_as_codes(kv: str, d: int, heads: int) -> None:
+    """Where queries, probabilities and values are rounded to bytes: near what is stored, the same
+    bits for a prompt row and for one column at a time, with keys that differ much in size."""
+    spec = replace(spec_of(d), heads=heads)
+    arrays = tiny_arrays(spec)
+    arrays["model.layers.1.self_attn.k_norm.weight"][d // 4 * 3] = 6.0  # a channel far off
+    arrays["model.layers.1.self_attn.v_proj.weight"][:d:3] *= 20.0
+    tensors = tiny_tensors(spec, arrays, "bf16")
+    ids = np.random.default_rng(d).integers(0, 199, 150).astype(np.int32)
+    names = [f"layers.1.{name}" for name in ("attn_q", "attn_k", "attn_v", "attn_pregate")]
+    with Driver(spec, tensors, kv=kv, kv_ring=RING, activations="auto") as driver:
+        results = []
+        for slot, plan in enumerate(([150], [1] * 20 + [44, 1, 2] + [1] * 83)):
+            stream = driver.begin(slot)
+            taps: list[list[F32]] = [[] for _ in names]
+            for n in plan:
+                row = stream.row(RowKind.PREFILL, ids[stream.position : stream.position + n])
+                found = stream.run(row, names).taps
+                for parts, name in zip(taps, names, strict=True):
+                    parts.append(found[name].reshape(n, -1, d))
+            results.append([np.concatenate(parts) for parts in taps])
+    q, k, v, out = results[0]
+    assert out.tobytes() == results[1][3].tobytes()
+    if kv == "int8ring_int4":
+        expected = read_by_position(q, k, v)["ring"]
+    else:
+        sides = (stored(kv, reference.KEY, k), stored(kv, reference.VALUE, v))
+        expected = attention(q, *(np.broadcast_to(x, (len(q), *x.shape)) for x in sides))
+    limit = 0.06 if kv == "fp8" else 0.04  # e4m3 uses little more than half of the bytes
+    assert np.linalg.norm(out - expected) < limit * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("side", [reference.KEY, reference.VALUE])
+@pytest.mark.parametrize("d", [32, 64, 256])
+def test_a_nan_among_fp8_rows_reaches_who_sees_it(d: int, side: int) -> None:
+    spec = spec_of(d)
+    tensors = tiny_tensors(spec, tiny_arrays(spec), "bf16")
+    ids = np.random.default_rng(d).integers(0, 199, 30).astype(np.int32)
+    tap = "layers.1.attn_pregate"
+    with Driver(spec, tensors, kv="fp8", activations="auto") as driver:
+        stream = driver.begin(0)
+        stream.prefill(ids)
+        block = stream.blocks[20 // driver.block_tokens]
+        image = driver.block_image(block)
+        rows = driver.block_tokens * spec.kv_heads
+        plane = side * rows * sum(kv_row_bytes(d, "fp8", reference.KEY))
+        image[plane + (20 % driver.block_tokens * spec.kv_heads + 1) * d + d - 1] = 0x7F
+        driver.wave(before=[StateOp(OpKind.LOAD_BLOCK, block, data=image)])
+        for n in (1, 7):
+            stream.position = 30
+            found = stream.run(stream.row(RowKind.PREFILL, ids[:n]), [tap]).taps[tap]
+            seen = np.isnan(found.reshape(n, 2, -1))
+            assert not seen[:, 0].any()
+            assert seen[:, 1].all()
+
+
 @pytest.mark.parametrize("d", [32, 64, 128, 256])
 @pytest.mark.parametrize("heads", [2, 4, 6, 8, 12])  # for 2 of keys and values
 def test_few_queries_and_many_read_q4_alike(d: int, heads: int) -> None:
