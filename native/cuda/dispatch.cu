@@ -272,7 +272,8 @@ void out_and_norm(Backend *b, const Group &group, const float *x, int x_stride, 
   a.width = b->spec->hidden;
   a.add = whole ? nullptr : b->partials;
   // Products of many tokens are whole.
-  a.slices = group.n_packed > 0 && split.groups == 0 ? group.packed[0].slices : 1;
+  a.slices = {1, false};
+  if (group.n_packed > 0 && split.groups == 0) a.slices = slices_of(group.packed[0], b->batch.n);
   a.slice_stride = b->partial_stride;
   a.added = b->taps ? b->mixed : nullptr;
   a.gain = gain;
@@ -644,7 +645,7 @@ void norm_columns(Backend *b, const float *gain, float *out, const Split &split,
   a.stride = b->hidden_stride;
   a.width = b->spec->hidden;
   a.add = residual ? b->partials : nullptr;
-  a.slices = 1;
+  a.slices = {1, false};
   a.gain = gain;
   a.eps = b->spec->norm_eps;
   a.out = out;

@@ -208,13 +208,10 @@ int fill_packed(Loader *in, const ksl_tensor *const *tensors, GroupUse use, Pack
   Backend *b = in->b;
   const int columns = b->config->wave_columns, slots = b->config->slots;
   const bool sliced = slices_pay(columns > slots ? columns : slots, b->wide);
-  const Shares shares = choose_shares(m->tiles, m->supers, packed_block_bytes(m->encoding),
-                                      use == kSummed && sliced, b->device.room);
-  m->set_tiles = shares.set_tiles;
-  m->ways = shares.ways;
-  m->slices = shares.slices;
-  m->shares = shares.shares;
-  if (m->slices > b->most_slices) b->most_slices = m->slices;
+  const int block = packed_block_bytes(m->encoding);
+  m->shares = choose_shares(m->tiles, m->supers, block, use == kSummed && sliced, b->device.room);
+  m->joined = join_slices(m->shares, m->tiles, block, b->device.room);
+  if (m->shares.slices > b->most_slices) b->most_slices = m->shares.slices;
   const uint64_t bytes =
       static_cast<uint64_t>(m->tiles) * m->supers * packed_block_bytes(m->encoding);
   m->data = static_cast<uint8_t *>(own_device(b, bytes));

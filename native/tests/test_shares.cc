@@ -33,7 +33,7 @@ void check(bool right, const char *what, const Matrix &m, const Room &room) {
   fprintf(stderr, "%d x %d on %d processors: %s\n", m.rows, m.cols, room.processors, what);
 }
 
-void go_through(const Room &room, int most_warps) {
+void go_through(const Room &room, int most_warps, bool *any_joined) {
   const int64_t most = ksl::stream_most(room);
   for (const Matrix &m : kMatrices) {
     for (const int weights : kBlocks) {
@@ -51,6 +51,14 @@ void go_through(const Room &room, int most_warps) {
       const int range = (supers + s.slices - 1) / s.slices;
       if (m.cols <= 17408)
         check(ksl::stream_few_bytes(s, weights, 2, range, 1) <= most, "stream_few", m, room);
+      const Shares joined = ksl::join_slices(s, tiles, weights, room);
+      if (joined.slices == s.slices) continue;
+      *any_joined = true;
+      check(2 * joined.slices == s.slices && joined.ways == 2 * s.ways, "chains", m, room);
+      check(joined.shares * joined.slices <= room.processors, "joined blocks", m, room);
+      check(joined.shares * joined.set_tiles >= tiles, "one set", m, room);
+      check(joined.set_tiles * joined.ways <= most_warps, "warps that join", m, room);
+      check(ksl::stream_many_bytes(joined, weights, 2, 1, 1) <= most, "joined", m, room);
     }
   }
 }
@@ -83,8 +91,10 @@ void go_through_slices(const Room &room) {
 int main() {
   // An H200 and an RTX 5090.
   const Room rooms[] = {{132, 228 * 1024, 227 * 1024}, {170, 100 * 1024, 99 * 1024}};
-  go_through(rooms[0], ksl::kMaxStreamWarps);
-  go_through(rooms[1], ksl::kSmallStreamWarps);
+  bool joins[2] = {};
+  go_through(rooms[0], ksl::kMaxStreamWarps, &joins[0]);
+  go_through(rooms[1], ksl::kSmallStreamWarps, &joins[1]);
+  if (!joins[0]) failures++;
   for (const Room &room : rooms) go_through_slices(room);
   // One block on a processor at a time, and room for small ones beside it.
   for (const Room &room : rooms) {

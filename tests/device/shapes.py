@@ -1,5 +1,5 @@
-"""Models for device tests: the tiny one, one whose sizes fit every KV format, and the head geometry
-of the 27B at a small width."""
+"""Models for device tests: the tiny one, one whose sizes fit every KV format, one whose products
+are divided like those of the 27B, and the head geometry of the 27B at a small width."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ def spec_named(name: str) -> ModelSpec:
             lin_key_dim=32,
             lin_value_dim=64,
         )
+    if name == "sliced":  # four slices, of which few tokens join two
+        return replace(spec_named("round"), hidden=1536, intermediate=2048)
     return replace(
         tiny_spec(),
         hidden=256,

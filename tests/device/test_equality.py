@@ -55,6 +55,9 @@ def check(driver: Driver, ids: Ids, most: int, seed: int, trained: bool) -> None
         ("27b-heads", "nvfp4", "q4", 63, "auto", "all"),
         ("27b-heads", "e2m3", "fp8", 63, "auto", "all"),
         ("27b-heads", "bf16", "bf16", 63, "auto", "all"),
+        ("sliced", "nvfp4", "q4", 63, "auto", "all"),
+        ("sliced", "e2m3", "fp8", 63, "auto", "all"),
+        ("sliced", "bf16", "bf16", 63, "auto", "all"),
         ("round", "mixed", "q4", 63, "float", "all"),
         ("tiny", "mixed", "f32", 63, "auto", "all"),
         # Weights and KV that have no other kernels for large waves.

@@ -68,6 +68,20 @@ def test_whole_split_and_decode_made(driver: Driver) -> None:
         assert images(split) == images(whole), plan
 
 
+@pytest.mark.parametrize("policy", ["mixed", "e2m3", "nvfp4", "bf16"])
+def test_sums_of_slices(opened: Opener, policy: str) -> None:
+    """Blocks of few tokens join slices that those of many leave for a reader, who adds them two by
+    two: the same bits."""
+    spec = spec_named("sliced")
+    driver = opened(spec, tiny_tensors(spec, tiny_arrays(spec), policy))
+    whole = driver.begin(0)
+    whole.prefill(IDS[:64])
+    for slot, plan in enumerate(([1] * 64, [2] * 32, [8, 3, 1, 9, 4, 2, 1, 5, 7] * 2), 1):
+        split = driver.begin(slot)
+        split.prefill(IDS[:64], plan)
+        assert images(split) == images(whole), plan
+
+
 @pytest.mark.parametrize("columns", [63, 300])
 @pytest.mark.parametrize("kv", ["q4", "fp8", "bf16"])
 def test_short_rows_of_full_heads(opened: Opener, kv: str, columns: int) -> None:

@@ -38,9 +38,20 @@ struct Packed {
   int n_parts;
   PackedPart parts[kGroupParts];
   bool pair;  // gate and up: a tile holds 8 rows of each
-  // How the product is divided, see stream.cuh. ways and slices are part of the numerics.
-  int set_tiles, ways, slices, shares;
+  // How the product is divided, see stream.cuh. ways and slices of `shares` are part of the
+  // numerics.
+  Shares shares, joined;  // joined: for up to kFewTokens
 };
+
+// The slices that a wave leaves for its reader, who adds them in order; pairs: two by two first.
+struct Slices {
+  int n;
+  bool pairs;
+};
+inline Slices slices_of(const Packed &m, int tokens) {
+  if (tokens <= kFewTokens) return {m.joined.slices, false};
+  return {m.shares.slices, m.joined.slices < m.shares.slices};
+}
 
 // All matrices of a stage.
 struct Group {

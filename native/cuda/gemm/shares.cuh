@@ -12,6 +12,7 @@ constexpr int kMaxSlices = 8;
 constexpr int kSlicedTokens = 64;  // of a wave whose products may be slices that a reader adds
 constexpr int kMaxStreamWarps = 20, kMaxPlainWarps = 4;  // of a block
 constexpr int kMaxStreamWays = 2;
+constexpr int kFewTokens = 4;  // of a wave whose blocks may join two slices
 // Of a block of a device that has less than the 227 KiB of sm_90 for one.
 constexpr int kSmallStreamWarps = 12;
 constexpr int kSuperBytes = 4096;  // the activations of eight tokens beside a block of weights
@@ -88,6 +89,22 @@ inline Shares choose_shares(int all_tiles, int supers, int weights, bool summed,
     best.set_tiles = (tiles + sets - 1) / sets;
   }
   return best;
+}
+
+// Another division of the same sums, for waves of few tokens: a block has two slices, and twice as
+// many ways, which leaves the reader half as much. What it joins is added two by two everywhere
+// else as well. `s` itself where that does not come out, or with fewer blocks.
+inline Shares join_slices(const Shares &s, int all_tiles, int weights, const Room &room) {
+  if (s.slices % 2 != 0) return s;
+  Shares joined = {1, 2 * s.ways, s.slices / 2, 1};
+  joined.shares = room.processors / joined.slices;
+  if (joined.shares > all_tiles) joined.shares = all_tiles;
+  joined.set_tiles = (all_tiles + joined.shares - 1) / joined.shares;
+  const int warps = joined.set_tiles * joined.ways;
+  const int most = s.set_tiles * s.ways > kSmallStreamWarps ? kMaxStreamWarps : kSmallStreamWarps;
+  const bool fits = warps <= most && joined.shares * joined.slices >= s.shares * s.slices &&
+                    stream_many_bytes(joined, weights, 2, 1, 1) <= stream_most(room);
+  return fits ? joined : s;
 }
 
 // Whether products of an engine's waves may be slices: no wave has more tokens, or kernels that

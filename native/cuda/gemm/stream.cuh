@@ -1,10 +1,10 @@
 // Kernels that stream packed weights through shared memory into tensor cores, for few tokens.
 //
 // Blocks have equal shares of a matrix's tiles and one of the slices of its input elements; a
-// tile's elements in a slice are divided among `ways` warps. An output element is therefore: for
-// every slice and way one chain of products of 16 elements in ascending order, ways added in order,
-// then slices in order (by whoever reads the sums). Nothing else in the wave changes that, and both
-// kernels keep to it.
+// tile's elements in a slice are divided among warps. An output element is therefore: for every
+// slice and way one chain of products of 16 elements in ascending order, ways added in order, then
+// slices (two by two if few tokens join them, then in order, by whoever reads the sums). Nothing
+// else in the wave changes that, and both kernels keep to it.
 //
 // Weights do not depend on the kernel in front: what fits into the rings is fetched before waiting
 // for it.
@@ -30,8 +30,10 @@ struct StreamArgs {
   const uint8_t *data;
   const float *scale;
   int supers, tiles, set_tiles, ways, slices, shares;
-  int stages;       // of a ring
-  int plain_warps;  // of a block
+  int joins, slice_ways;  // slices that a block adds, and the ways of each
+  int steps;              // of the longest chain
+  int stages;             // of a ring
+  int plain_warps;        // of a block
   int n_parts;
   PackedPart parts[kGroupParts];
   Output outputs[kGroupParts];  // by part
@@ -114,12 +116,16 @@ __device__ inline float2 row_scales(const StreamArgs &a, int tile, int last, int
   return make_float2(__ldg(scale), __ldg(scale + 8));
 }
 
+// What a lane has of eight tokens: rows g and g + 8 of a tile, two tokens of each.
+__device__ inline void scale_group(const StreamArgs &a, float2 scales, float (&c)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) c[i] = c[i] * a.x_inverse * (i & 2 ? scales.y : scales.x);
+}
+
 // Rows g and g + 8 of a tile.
 __device__ inline void write_rows(const StreamArgs &a, int tile, int slice, int token, int g,
-                                  float2 scales, float low, float high) {
+                                  float low, float high) {
   if (token >= a.tokens) return;
-  low = low * a.x_inverse * scales.x;
-  high = high * a.x_inverse * scales.y;
   if (a.paired) {
     const int row = tile * 8 + g;
     if (row >= a.parts[0].rows) return;
@@ -142,12 +148,11 @@ __device__ inline void write_rows(const StreamArgs &a, int tile, int slice, int 
   if (row + 8 < a.parts[part].rows) y[row + 8] = high;
 }
 
-// What a lane has of eight tokens.
 __device__ inline void write_group(const StreamArgs &a, int tile, int slice, int token, int lane,
-                                   float2 scales, const float (&c)[4]) {
+                                   const float (&c)[4]) {
   token += 2 * (lane & 3);
-  write_rows(a, tile, slice, token, lane >> 2, scales, c[0], c[2]);
-  write_rows(a, tile, slice, token + 1, lane >> 2, scales, c[1], c[3]);
+  write_rows(a, tile, slice, token, lane >> 2, c[0], c[2]);
+  write_rows(a, tile, slice, token + 1, lane >> 2, c[1], c[3]);
 }
 
 // The lane, kept in a register: it is not to be asked for again in loops.
@@ -176,6 +181,20 @@ struct Share {
   }
 };
 
+// What a way has of the supers of a block.
+struct Chain {
+  int skip, n;
+  __device__ Chain(const StreamArgs &a, const Share &share, int way) {
+    const int slices = a.slices * a.joins, which = way / a.slice_ways;
+    const int slice = share.slice * a.joins + which, part = way - which * a.slice_ways;
+    const int begin = part_begin(a.supers, slice, slices);
+    const int range = part_begin(a.supers, slice + 1, slices) - begin;
+    const int first = part_begin(range, part, a.slice_ways);
+    skip = begin - share.begin + first;
+    n = part_begin(range, part + 1, a.slice_ways) - first;
+  }
+};
+
 // What the warps behind the others do; the rows are dealt out to blocks, the tokens to warps.
 __device__ inline void take_plain(const StreamArgs &a, int warp, int lane) {
   const int rows = a.plain.first_row[a.plain.n];
@@ -194,6 +213,28 @@ __device__ inline void take_plain(const StreamArgs &a, int warp, int lane) {
 // Warps [0, warps) of a block meet.
 __device__ inline void meet(int warps) {
   asm volatile("bar.sync 1, %0;" ::"r"(warps * 32) : "memory");
+}
+
+// Adds the sums of ways [first, end) of a warp's tiles.
+template <int kTiles, int kGroups>
+__device__ inline void add_ways(const float *others, int first, int end,
+                                float (&sum)[kTiles][kGroups][4]) {
+  constexpr int kSums = kTiles * kGroups * 4;
+  for (int w = first; w < end; w++) {
+#pragma unroll
+    for (int i = 0; i < kSums; i++)
+      sum[i / (kGroups * 4)][i / 4 % kGroups][i & 3] += others[((w - 1) * kSums + i) * 32];
+  }
+}
+// The second slice that a block joins to the first, which has its scales already; such blocks have
+// one set, so the sums still lie there.
+__device__ inline void join_second(const StreamArgs &a, const float *others, float2 scales,
+                                   float (&sum)[4]) {
+  float second[1][1][4] = {};
+  add_ways(others, a.slice_ways, a.ways, second);
+  scale_group(a, scales, second[0][0]);
+#pragma unroll
+  for (int i = 0; i < 4; i++) sum[i] += second[0][0][i];
 }
 
 constexpr int kFewPlainWarps = 1;  // its tokens are one set of them
@@ -240,15 +281,15 @@ __device__ inline void few(const StreamArgs &a) {
     return;
   }
   const Share share(a);
-  const int steps = (share.range + a.ways - 1) / a.ways;
+  const int steps = a.steps;
   if (warp == warps) {
     // A lane has the tile and way of a warp.
     const int way = lane % a.ways, slot = lane / a.ways;
-    const int skip = part_begin(share.range, way, a.ways);
-    const int n = part_begin(share.range, way + 1, a.ways) - skip;
+    const Chain chain(a, share, way);
+    const int n = chain.n;
     const int64_t tile_bytes = static_cast<int64_t>(a.supers) * kBytes;
     const uint8_t *from = a.data + (share.first + slot) * tile_bytes +
-                          static_cast<int64_t>(share.begin + skip) * kBytes;
+                          static_cast<int64_t>(share.begin + chain.skip) * kBytes;
     int place = 0, phase = 1, ahead = 0;
     for (int set = share.first; set < share.last; set += a.set_tiles) {
       const bool has_tile = lane < warps && set + slot < share.last;
@@ -274,8 +315,8 @@ __device__ inline void few(const StreamArgs &a) {
     return;
   }
   const int way = warp % a.ways, slot = warp / a.ways;
-  const int skip = part_begin(share.range, way, a.ways);
-  const int n = part_begin(share.range, way + 1, a.ways) - skip;  // of a tile
+  const Chain chain(a, share, way);
+  const int n = chain.n;
   uint8_t *x = memory + stages * (stage + 16);
   // [set_tiles][ways - 1][4][32]: sums of the ways but the first
   float *others = reinterpret_cast<float *>(x + share.range * 8 * kPart);
@@ -284,7 +325,7 @@ __device__ inline void few(const StreamArgs &a) {
     reinterpret_cast<uint4 *>(x)[i] =
         reinterpret_cast<const uint4 *>(a.x)[(share.begin * 8 + i / kLanes) * 32 + i % kLanes];
   meet(warps);
-  x += skip * 8 * kPart + (min(lane >> 2, kTokens - 1) * 4 + (lane & 3)) * 16;
+  x += chain.skip * 8 * kPart + (min(lane >> 2, kTokens - 1) * 4 + (lane & 3)) * 16;
   const uint8_t *const own = memory + warp * kBytes;
   const unsigned last_full = barriers + stages * 16;
   const uint8_t *weights = own;
@@ -318,10 +359,13 @@ __device__ inline void few(const StreamArgs &a) {
       float *to = others + slot * (a.ways - 1) * 128 + lane;
       for (int i = 0; i < 4 && way > 0; i++) to[((way - 1) * 4 + i) * 32] = sum[0][0][i];
       meet(warps);
-      for (int i = 0; i < (a.ways - 1) * 4 && way == 0; i++) sum[0][0][i & 3] += to[i * 32];
+      if (way == 0) add_ways(to, 1, a.slice_ways, sum);
       if (set + a.set_tiles < share.last) meet(warps);
     }
-    if (way == 0 && works) write_group(a, tile, share.slice, 0, lane, scales, sum[0][0]);
+    if (way != 0 || !works) continue;
+    scale_group(a, scales, sum[0][0]);
+    if (a.joins > 1) join_second(a, others + slot * (a.ways - 1) * 128 + lane, scales, sum[0][0]);
+    write_group(a, tile, share.slice, 0, lane, sum[0][0]);
   }
 }
 
@@ -352,7 +396,7 @@ __global__ void __launch_bounds__((kBoundWarps / kTiles + kMaxPlainWarps + 1) * 
   const int rows = (a.set_tiles + kTiles - 1) / kTiles, consumers = rows * a.ways;
   const Share share(a);
   const int token = blockIdx.y * kTokens;
-  const int steps = (share.range + a.ways - 1) / a.ways;
+  const int steps = a.steps;
   const int weights = a.set_tiles * kBytes;
   const int part = weights + kGroups * kSuperBytes, stage = part * a.ways;
   const unsigned base = shared_at(memory), barriers = base + stages * stage;  // full, empty
@@ -373,8 +417,8 @@ __global__ void __launch_bounds__((kBoundWarps / kTiles + kMaxPlainWarps + 1) * 
     const int groups = min(kGroups, (a.tokens - token + 7) >> 3);
     const int total = (share.last - share.first + a.set_tiles - 1) / a.set_tiles * steps;
     // Of the way of this lane.
-    const int begins = lane < a.ways ? part_begin(share.range, lane, a.ways) : 0;
-    const int ends = lane < a.ways ? part_begin(share.range, lane + 1, a.ways) : 0;
+    const Chain chain(a, share, lane < a.ways ? lane : 0);
+    const int begins = chain.skip, ends = lane < a.ways ? chain.skip + chain.n : 0;
     // Walks over sets, and the steps of each.
     struct Walk {
       int set, step;
@@ -422,7 +466,7 @@ __global__ void __launch_bounds__((kBoundWarps / kTiles + kMaxPlainWarps + 1) * 
   }
   wait_before();
   const int way = warp % a.ways, row = warp / a.ways;
-  const int n = part_begin(share.range, way + 1, a.ways) - part_begin(share.range, way, a.ways);
+  const int n = Chain(a, share, way).n;
   // [rows][ways - 1][kTiles kGroups 4][32]: sums of the ways but the first
   float *others = reinterpret_cast<float *>(memory + stages * (stage + 16));
   int place = 0, phase = 0;
@@ -459,11 +503,7 @@ __global__ void __launch_bounds__((kBoundWarps / kTiles + kMaxPlainWarps + 1) * 
           to[((way - 1) * kSums + i) * 32] = sum[i / (kGroups * 4)][i / 4 % kGroups][i & 3];
       }
       meet(consumers);
-      for (int w = 1; w < a.ways && way == 0; w++) {
-#pragma unroll
-        for (int i = 0; i < kSums; i++)
-          sum[i / (kGroups * 4)][i / 4 % kGroups][i & 3] += to[((w - 1) * kSums + i) * 32];
-      }
+      if (way == 0) add_ways(to, 1, a.slice_ways, sum);
       if (set + a.set_tiles < share.last) meet(consumers);
     }
     if (way != 0) continue;
@@ -473,8 +513,12 @@ __global__ void __launch_bounds__((kBoundWarps / kTiles + kMaxPlainWarps + 1) * 
       if (slot >= a.set_tiles || set + slot >= share.last) continue;
       if (kLate) scales[m] = row_scales(a, set + slot, share.last, lane);
 #pragma unroll
-      for (int t = 0; t < kGroups; t++)
-        write_group(a, set + slot, share.slice, token + t * 8, lane, scales[m], sum[m][t]);
+      for (int t = 0; t < kGroups; t++) {
+        scale_group(a, scales[m], sum[m][t]);
+        if (kTiles * kGroups == 1 && a.joins > 1)
+          join_second(a, others + row * (a.ways - 1) * 128 + lane, scales[m], sum[m][t]);
+        write_group(a, set + slot, share.slice, token + t * 8, lane, sum[m][t]);
+      }
     }
   }
 }

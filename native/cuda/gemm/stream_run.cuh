@@ -12,10 +12,14 @@ inline StreamArgs stream_args(const Packed &m, const Split &x, const Output *out
   a.scale = m.scale;
   a.supers = m.supers;
   a.tiles = m.tiles;
-  a.set_tiles = m.set_tiles;
-  a.ways = m.ways;
-  a.slices = m.slices;
-  a.shares = m.shares;
+  const Shares &s = tokens <= kFewTokens ? m.joined : m.shares;
+  a.set_tiles = s.set_tiles;
+  a.ways = s.ways;
+  a.slices = s.slices;
+  a.shares = s.shares;
+  a.joins = m.shares.slices / s.slices;
+  a.slice_ways = s.ways / a.joins;
+  a.steps = divide_up(divide_up(m.supers, m.shares.slices), a.slice_ways);
   a.n_parts = m.n_parts;
   for (int i = 0; i < m.n_parts; i++) {
     a.parts[i] = m.parts[i];

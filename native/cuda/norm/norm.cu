@@ -24,6 +24,13 @@ __device__ inline void store8(float *p, const float (&v)[kRun]) {
   *reinterpret_cast<float4 *>(p + 4) = make_float4(v[4], v[5], v[6], v[7]);
 }
 
+__device__ inline void add8(const float *p, float (&v)[kRun]) {
+  float more[kRun];
+  load8(p, more);
+#pragma unroll
+  for (int k = 0; k < kRun; k++) v[k] += more[k];
+}
+
 // Rows are padded to 16 elements, so whole runs may be read; what lies behind the width stays zero.
 template <int kPasses>
 __global__ void __launch_bounds__(1024) norm_kernel(const __grid_constant__ NormArgs a) {
@@ -46,10 +53,15 @@ __global__ void __launch_bounds__(1024) norm_kernel(const __grid_constant__ Norm
     load8(a.x + at + i, x[pass]);
     if (a.add != nullptr) {
       float y[kRun];
-      load8(a.add + at + i, y);
-      for (int slice = 1; slice < a.slices; slice++) {
+      const float *from = a.add + at + i;
+      load8(from, y);
+      if (a.slices.pairs) add8(from + a.slice_stride, y);
+      // Wide rows have no registers for loads of more slices.
+#pragma unroll kPasses == 1 ? 4 : 1
+      for (int slice = 1 + a.slices.pairs; slice < a.slices.n; slice++) {
         float more[kRun];
-        load8(a.add + slice * a.slice_stride + at + i, more);
+        load8(from + slice * a.slice_stride, more);
+        if (a.slices.pairs) add8(from + ++slice * a.slice_stride, more);
 #pragma unroll
         for (int k = 0; k < kRun; k++) y[k] += more[k];
       }

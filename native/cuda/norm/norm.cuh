@@ -1,17 +1,17 @@
 #pragma once
-#include "../common/split.cuh"
+#include "../gemm/gemm.cuh"
 
 namespace ksl {
 
 constexpr int kMaxHidden = 16384;
 
 // x += add; out = rms(x) gain. A block is one column. width: at most kMaxHidden. add: the sums of
-// `slices` slices, added in order.
+// slices.
 struct NormArgs {
   float *x;
   int stride, width;
   const float *add;  // null: nothing
-  int slices;
+  Slices slices;
   int64_t slice_stride;
   float *added;  // null, or where that goes too
   const float *gain;

@@ -47,11 +47,7 @@ __global__ void __launch_bounds__(kMost, 1) panel_norm_kernel(const __grid_const
       for (int s = 0; s < 4; s++) {
         const int i = first(k) + 16 * s;
         if (i >= a.width) continue;
-        const float *from = a.add + row + i;
-        float4 y = *reinterpret_cast<const float4 *>(from);
-#pragma unroll 1
-        for (int slice = 1; slice < a.slices; slice++)
-          y = add4(y, *reinterpret_cast<const float4 *>(from + slice * a.slice_stride));
+        const float4 y = *reinterpret_cast<const float4 *>(a.add + row + i);
         if (a.added != nullptr) *reinterpret_cast<float4 *>(a.added + row + i) = y;
         x[k][s] = add4(x[k][s], y);
         *reinterpret_cast<float4 *>(at + i) = x[k][s];
