@@ -19,11 +19,11 @@ namespace {
 // Warps of a block's tiles: the fewer there can be, the more registers each has.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 constexpr int kBoundWarps = kSmallStreamWarps;
-// Sums whose scales registers do not hold until they are wanted.
-constexpr int kScalesLate = 8;
+// Sums whose scales registers do not hold until they are wanted; where sums are kept twice.
+constexpr int kScalesLate = 8, kScalesLateTwice = 8;
 #else
 constexpr int kBoundWarps = kMaxStreamWarps;
-constexpr int kScalesLate = 9;
+constexpr int kScalesLate = 9, kScalesLateTwice = 4;
 #endif
 
 struct StreamArgs {
@@ -472,7 +472,8 @@ __global__ void __launch_bounds__((kBoundWarps / kTiles + kMaxPlainWarps + 1) * 
   int place = 0, phase = 0;
   for (int set = share.first; set < share.last; set += a.set_tiles) {
     float sum[kTiles][kGroups][4] = {};
-    constexpr bool kLate = kTiles * kGroups >= kScalesLate;
+    constexpr bool kLate =
+        kTiles * kGroups >= (Expand<kEncoding>::kLate ? kScalesLateTwice : kScalesLate);
     float2 scales[kTiles];
 #pragma unroll
     for (int m = 0; m < kTiles && !kLate; m++)
