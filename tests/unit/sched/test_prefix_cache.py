@@ -16,6 +16,7 @@ from kslserve.engine.types import OpKind, Wave
 from kslserve.sched.cache.checkpoint import Kind
 from kslserve.sched.cache.diskstore import DiskStore, StateSizes
 from kslserve.sched.cache.disktier import Disk
+from kslserve.sched.cache.images import ImagePool
 from kslserve.sched.cache.saves import CachePolicy
 from kslserve.sched.scheduler import Job
 from tests.world import SIZES, MemoryStore, Recorder, VirtualDisk, World, alone, job
@@ -382,10 +383,16 @@ def aged(host_bytes: int = 0, store: MemoryStore | None = None) -> tuple[World, 
 
 
 @pytest.mark.parametrize("host_bytes", [0, 1 << 20])
-def test_checkpoints_leave_memory_when_nothing_ran_for_long(host_bytes: int) -> None:
+def test_checkpoints_leave_memory_when_nothing_ran_for_long(
+    monkeypatch: pytest.MonkeyPatch, host_bytes: int
+) -> None:
+    given_back: list[float] = []
+    monkeypatch.setattr(ImagePool, "give_back", lambda _: given_back.append(w.clock.now()))
     store = MemoryStore()
     w, talks = aged(host_bytes, store)
+    assert not given_back
     w.run(until=100.0)
+    assert given_back, "room for images is not kept in a pause"
     assert w.scheduler.snapshot().cache.device > 3
     w.run()  # ends: nothing is left to wait for
     assert w.clock.now() < 300.0
