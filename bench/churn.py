@@ -2,7 +2,7 @@
 in the end nothing may be held that was free before, and memory may not have grown.
 
     python -m bench.churn [--cycles 12] [--seconds 8] [--warm-up 4] [--most 60000]
-                          [--host-bytes 1GiB] [--save] [-- FLAGS]
+                          [--host-bytes 256MiB] [--save] [-- FLAGS]
 
 FLAGS go to the server; by default it serves `synth:27b` in NVFP4 on the CUDA device. Of sixteen
 clients twelve have conversations of their own, which grow to --most tokens, are left and begun
@@ -226,7 +226,7 @@ def main() -> None:
     parser.add_argument("--cycles", type=int, default=12, help="behind which memory is read")
     parser.add_argument("--seconds", type=float, default=8, help="of a cycle")
     parser.add_argument("--warm-up", type=int, default=4, help="cycles before those")
-    parser.add_argument("--host-bytes", default="1GiB", help="of the host tier")
+    parser.add_argument("--host-bytes", default="256MiB", help="of the host tier")
     parser.add_argument("--most", type=int, default=60000, help="tokens of a conversation")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("flags", nargs="*", help="flags of the server, after --")
