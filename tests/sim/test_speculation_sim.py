@@ -337,7 +337,7 @@ def test_where_no_draft_can_pay_nobody_is_looked_at() -> None:
     for rows in (2, 3):
         costs = speculator.costs.of(rows)
         for _ in range(5):
-            costs.observe(rows, 1.0, 1)
+            costs.plain(1.0, 1)
         for columns in range(rows + 1, 64):
             for _ in range(5):
                 costs.observe(columns, 1.0 + columns, 1)

@@ -84,12 +84,11 @@ class RowCosts:
         return len(self._waves) >= self._every
 
     def observe(self, columns: int, ms: float, wave: int) -> float:
-        """A wave of so many columns took `ms`. wave: its id, larger than any before. How much
-        longer than a plain one such a wave takes, in plain ones, as far as that is known yet."""
+        """A wave of so many columns, drafts among them, took `ms`. wave: its id, larger than any
+        before. How much longer than a plain one such a wave takes, in plain ones, as far as that
+        is known yet."""
         prices, extra = self._prices, columns - self.rows
-        if not extra:
-            self.plain(ms, wave)
-        elif self.known:
+        if self.known:
             prices.now = wave
             self._waves.append((extra, ms))
             self._probe.clear()

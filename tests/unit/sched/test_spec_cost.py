@@ -39,7 +39,10 @@ class Measured(RowCosts):
     def see(self, columns: int, ms: float, times: int = 1) -> None:
         for _ in range(times):
             self.wave += 1
-            self.observe(columns, ms, self.wave)
+            if columns > self.rows:
+                self.observe(columns, ms, self.wave)
+            else:
+                self.plain(ms, self.wave)
 
 
 def test_costs_are_learnt_by_columns() -> None:
