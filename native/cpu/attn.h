@@ -54,6 +54,8 @@ struct AttnKernels {
 // Key j is in lane j, value j is byte j % 4 of group j / 4.
 // Heads of a multiple of kCodeDims can be read so.
 enum { kPieceKeys = 16, kTilePieces = kTileKeys / kPieceKeys, kCodeDims = 32 };
+// A tile of them has more keys than others: what is done once for it weighs more.
+enum { kCodeKeys = 2 * kTileKeys, kCodePieces = kCodeKeys / kPieceKeys };
 struct CodePiece {
   uint8_t *k, *v;
   float *k_scale, *v_log, *v_inverse;
@@ -82,8 +84,8 @@ struct CodeKernels {
   // All of a piece.
   void (*encode_piece)(const uint16_t *k, size_t k_step, const uint16_t *v, size_t v_step,
                        int head_dim, uint8_t *piece);
-  // As AttnKernels.tile; the pieces hold the keys that the last column sees, n_next those of the
-  // next tile.
+  // As AttnKernels.tile, but of kCodeKeys keys; the pieces hold the keys that the last column sees,
+  // n_next those of the next tile.
   void (*tile)(const uint8_t *const *pieces, const uint8_t *const *next, int n_next, const void *q,
                int group, int columns, const int *n_keys, int head_dim, float *m, float *l,
                float *acc);

@@ -12,7 +12,7 @@ namespace {
 enum { kGroupChannels = 32, kMaxGroups = kMaxHeadDim / kGroupChannels };
 enum { kBlockQueries = 48 };         // queries whose probabilities exist at one time
 enum { kSomeQueries = 4 };           // those whose scores are in registers at one time
-enum { kSteps = 2 * kSomeQueries };  // parts of their exponentials
+enum { kSteps = 2 * kSomeQueries };  // parts of their exponentials, of a half of the tile
 
 // Behind the codes of a query.
 struct CodeQuery {
@@ -24,20 +24,20 @@ struct CodeQuery {
 struct Q4Rows;  // attn_q4.inl
 
 // A tile of keys, in pieces (CodePiece in attn.h). Those behind the last are that again, or
-// anything.
+// anything. Its halves have kTilePieces each; groups have one.
 struct CodeTile {
   int n, head_dim;
   bool groups;     // keys have a scale per 32 channels
   bool nibbles;    // they are of 4 bits, and groups have a zero point
   int scale_step;  // of groups: 0 if one scale is for all
-  const uint8_t *k[kTilePieces];
-  const int8_t *v[kTilePieces];
-  const uint8_t *next[kTilePieces];  // pieces to fetch meanwhile; null: none
+  const uint8_t *k[kCodePieces];
+  const int8_t *v[kCodePieces];
+  const uint8_t *next[kCodePieces];  // pieces to fetch meanwhile; null: none
   const KvRun *ahead;                // of groups: rows, n_ahead of them
   int n_ahead, ahead_k, ahead_v;     // bytes of their codes
   Q4Rows *rows;  // of nibbles: null, or what at most kSomeQueries read instead of pieces
-  alignas(64) float v_log[kTileKeys], v_inverse[kTileKeys];
-  alignas(64) float k_scale[kMaxGroups][kTileKeys], k_zero[kMaxGroups][kTileKeys];
+  alignas(64) float v_log[kCodeKeys], v_inverse[kCodeKeys];
+  alignas(64) float k_scale[kMaxGroups][kCodeKeys], k_zero[kMaxGroups][kTileKeys];
 };
 
 // acc + the dot product of four unsigned bytes of `u` and signed ones of `s`. In assembly, as
@@ -59,18 +59,18 @@ KSL_INLINE const CodeQuery *query_facts(const uint8_t *q, int head_dim) {
 
 // ---- scores of R queries, less the scale of the query
 
-// x [R][kTilePieces] vectors of keys. `meanwhile` is called kSteps times between products, to put
-// other work beside them.
+// x [R][kTilePieces] vectors of keys, from piece `at` on. `meanwhile` is called kSteps times
+// between products, to put other work beside them.
 template <int R, class F>
-KSL_INLINE void scores_of_bytes(const CodeTile *t, const uint8_t *q, size_t q_step, bool fetch,
-                                F meanwhile, __m512 (*x)[kTilePieces]) {
+KSL_INLINE void scores_of_bytes(const CodeTile *t, int at, const uint8_t *q, size_t q_step,
+                                bool fetch, F meanwhile, __m512 (*x)[kTilePieces]) {
   Lanes sum[R][kTilePieces];
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
     for (int v = 0; v < kTilePieces; v++)
       sum[r][v] = (Lanes)_mm512_set1_epi32(query_facts(q + r * q_step, t->head_dim)->bias);
-  const uint8_t *k0 = t->k[0], *k1 = t->k[1], *k2 = t->k[2], *k3 = t->k[3];
+  const uint8_t *k0 = t->k[at], *k1 = t->k[at + 1], *k2 = t->k[at + 2], *k3 = t->k[at + 3];
   const int some = t->head_dim / kSteps;
   for (int step = 0, i = 0; step < kSteps; step++) {
     for (const int end = i + some; i < end; i += 4) {
@@ -78,7 +78,7 @@ KSL_INLINE void scores_of_bytes(const CodeTile *t, const uint8_t *q, size_t q_st
                            _mm512_load_si512(k2 + 16 * i), _mm512_load_si512(k3 + 16 * i)};
       if (fetch) {
 #pragma GCC unroll 4
-        for (int v = 0; v < kTilePieces; v++) __builtin_prefetch(t->next[v] + 16 * i, 0, 2);
+        for (int v = 0; v < kTilePieces; v++) __builtin_prefetch(t->next[at + v] + 16 * i, 0, 2);
       }
 #pragma GCC unroll 4
       for (int r = 0; r < R; r++) {
@@ -93,7 +93,7 @@ KSL_INLINE void scores_of_bytes(const CodeTile *t, const uint8_t *q, size_t q_st
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
     for (int v = 0; v < kTilePieces; v++)
-      x[r][v] = _mm512_mul_ps(floats_of(sum[r][v]), _mm512_load_ps(t->k_scale[0] + 16 * v));
+      x[r][v] = _mm512_mul_ps(floats_of(sum[r][v]), _mm512_load_ps(t->k_scale[0] + 16 * (at + v)));
 }
 
 // Where blocks are smaller than tiles, a part of the next one is fetched.
@@ -267,37 +267,39 @@ alignas(64) constexpr WholeBytes kWholeBytes;
 struct Exponents {
   int n;  // of them
   int first;
-  alignas(64) float x[kSomeQueries][kTileKeys];
+  alignas(64) float x[kSomeQueries][kCodeKeys];
 };
 
-// Of a block's queries: p [.][kTileKeys] bytes, 255 for what adds most; the exponent that stands
+// Of a block's queries: p [.][kCodeKeys] bytes, 255 for what adds most; the exponent that stands
 // for; and in 16 parts the sum of probabilities, 255 times relative to it.
 struct CodeProbabilities {
-  alignas(64) uint8_t p[kBlockQueries * kTileKeys];
+  alignas(64) uint8_t p[kBlockQueries * kCodeKeys];
   alignas(64) float sums[kBlockQueries][16];
   alignas(64) float m[kBlockQueries], l[kBlockQueries];
 };
 
-// x: from scores to exponents of R queries, which see the first n_keys of the tile each. In quad h
-// of the result and in m[h]: the largest of query h.
+// From scores x [R][kTilePieces], of the pieces from `at` on, to exponents of R queries, which see
+// the first n_keys of the tile each. of [4]: joined with the largest ones.
 template <int R, bool kAll>
-KSL_INLINE __m512 exponents_of(const CodeTile *t, const uint8_t *q, size_t q_step,
-                               __m512 (*x)[kTilePieces], const int *n_keys, float *m) {
-  const __m512 none = _mm512_set1_ps(-__builtin_inff());
-  __m512 of[4] = {none, none, none, none};
+KSL_INLINE void exponents_of(const CodeTile *t, int at, const uint8_t *q, size_t q_step,
+                             const __m512 (*x)[kTilePieces], const int *n_keys, __m512 *of,
+                             Exponents *to) {
 #pragma GCC unroll 4
   for (int h = 0; h < R; h++) {
     const __m512 scale = _mm512_set1_ps(query_facts(q + h * q_step, t->head_dim)->scale);
+    __m512 e[kTilePieces];
 #pragma GCC unroll 4
-    for (int v = 0; v < 4; v++) {
-      x[h][v] = _mm512_fmadd_ps(x[h][v], scale, _mm512_load_ps(t->v_log + 16 * v));
-      if (!kAll) x[h][v] = _mm512_mask_mov_ps(none, seen_of(n_keys[h], v), x[h][v]);
+    for (int v = 0; v < kTilePieces; v++) {
+      e[v] = _mm512_fmadd_ps(x[h][v], scale, _mm512_load_ps(t->v_log + 16 * (at + v)));
+      if (!kAll)
+        e[v] =
+            _mm512_mask_mov_ps(_mm512_set1_ps(-__builtin_inff()), seen_of(n_keys[h], at + v), e[v]);
+      _mm512_store_ps(to->x[h] + 16 * (at + v), e[v]);
     }
-    of[h] = _mm512_max_ps(_mm512_max_ps(x[h][0], x[h][1]), _mm512_max_ps(x[h][2], x[h][3]));
+    // NaN is left out, so that keys which nobody sees change nothing behind it; the sum keeps it.
+    of[h] =
+        _mm512_max_ps(_mm512_max_ps(_mm512_max_ps(e[0], e[1]), _mm512_max_ps(e[2], e[3])), of[h]);
   }
-  const __m512 most = reduce_quads(of, [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); });
-  store_quads_of<R>(most, m);
-  return most;
 }
 
 // The probabilities of a query at two vectors of exponents, from the vector `v` of the tile on.
@@ -321,16 +323,16 @@ KSL_INLINE void soften_half(const CodeTile *t, __m512 a, __m512 b, __m512 most, 
   _mm256_store_si256((__m256i *)(p + 16 * v), _mm512_castsi512_si256(bytes));
 }
 
-// One step of kSteps: half a query.
-template <bool kAll>
+// One step of kHalves * kSteps: two vectors of a query.
+template <bool kAll, int kHalves>
 KSL_INLINE void soften_step(const CodeTile *t, const Exponents *e, int step, const int *n_keys,
                             CodeProbabilities *to) {
-  const int row = step / 2, v = 2 * (step % 2), h = e->first + row;
+  const int row = step / (2 * kHalves), v = 2 * (step % (2 * kHalves)), h = e->first + row;
   if (row >= e->n) return;
   const float *x = e->x[row] + 16 * v;
   __m512 sum = v ? _mm512_load_ps(to->sums[h]) : _mm512_setzero_ps();
   soften_half<kAll>(t, _mm512_load_ps(x), _mm512_load_ps(x + 16), _mm512_set1_ps(to->m[h]),
-                    n_keys[h], v, to->p + h * kTileKeys, sum);
+                    n_keys[h], v, to->p + h * kCodeKeys, sum);
   _mm512_store_ps(to->sums[h], sum);
 }
 
@@ -372,7 +374,7 @@ static __attribute__((noinline)) void values_of_codes(const CodeTile *t, const u
       }
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
-        const __m512i four = four_bytes(p + r * kTileKeys);
+        const __m512i four = four_bytes(p + r * kCodeKeys);
 #pragma GCC unroll 4
         for (int o = 0; o < N; o++) dot_bytes(sum[r][o], four, x[o]);
       }
@@ -413,68 +415,62 @@ static void values_of_rows(const CodeTile *t, const uint8_t *p, int queries, con
 
 // Probabilities of at most kBlockQueries queries. The exponentials of some are made between the
 // scores of the next ones, since the products leave half of the machine idle.
-template <bool kGroups, bool kAll>
+template <bool kGroups, bool kAll, int kHalves>
 static void soften_block(const CodeTile *t, const uint8_t *q, size_t q_step, int queries,
                          const int *n_keys, bool ahead, CodeProbabilities *to) {
   alignas(64) float score[kGroups ? kSomeQueries * kTileKeys : 1];
   if (kGroups && t->rows) scores_of_rows(t, q, q_step, queries, score);
-  Exponents e;
-  e.n = 0;
+  Exponents both[2], *last = both;
+  last->n = 0;
   const auto soften = [&](int step) __attribute__((always_inline)) {
-    soften_step<kAll>(t, &e, step, n_keys, to);
+    soften_step<kAll, kHalves>(t, last, step, n_keys, to);
   };
   int done = 0;
   const auto some = [&](auto rows) {
     constexpr int R = rows.n;
     for (; done + R <= queries; done += R) {
       const uint8_t *from = q + done * q_step;
-      __m512 x[R][kTilePieces];
-      if (kGroups) {
-        const float *at = score;
-        if (t->rows)
-          at += done * kTileKeys;
-        else if (t->nibbles)
-          scores_of_nibbles<R>(t, from, q_step, ahead, score);
-        else
-          scores_of_groups<R>(t, from, q_step, ahead, score);
+      Exponents *now = last == both ? both + 1 : both;
+      const __m512 none = _mm512_set1_ps(-__builtin_inff());
+      __m512 of[4] = {none, none, none, none};
+#pragma GCC unroll 2
+      for (int half = 0; half < kHalves; half++) {
+        __m512 x[R][kTilePieces];
+        if (kGroups) {
+          const float *at = score;
+          if (t->rows)
+            at += done * kTileKeys;
+          else if (t->nibbles)
+            scores_of_nibbles<R>(t, from, q_step, ahead, score);
+          else
+            scores_of_groups<R>(t, from, q_step, ahead, score);
 #pragma GCC unroll 4
-        for (int r = 0; r < R; r++)
+          for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-          for (int v = 0; v < kTilePieces; v++)
-            x[r][v] = _mm512_load_ps(at + r * kTileKeys + 16 * v);
-      } else {
-        scores_of_bytes<R>(t, from, q_step, ahead, soften, x);
+            for (int v = 0; v < kTilePieces; v++)
+              x[r][v] = _mm512_load_ps(at + r * kTileKeys + 16 * v);
+        } else {
+          scores_of_bytes<R>(
+              t, half * kTilePieces, from, q_step, ahead,
+              [&](int step) __attribute__((always_inline)) { soften(half * kSteps + step); }, x);
+        }
+        exponents_of<R, kAll>(t, half * kTilePieces, from, q_step, x, n_keys + done, of, now);
       }
       ahead = false;
-      const int *sees = n_keys + done;
-      const __m512 most = exponents_of<R, kAll>(t, from, q_step, x, sees, to->m + done);
-      e.n = 0;
-      if (!kGroups && done + R < queries) {
-        e.n = R;
-        e.first = done;
-#pragma GCC unroll 4
-        for (int h = 0; h < R; h++)
-#pragma GCC unroll 4
-          for (int v = 0; v < 4; v++) _mm512_store_ps(e.x[h] + 16 * v, x[h][v]);
-        continue;
-      }
-#pragma GCC unroll 4
-      for (int h = 0; h < R; h++) {
-        const __m512 shift = h == 0   ? _mm512_shuffle_f32x4(most, most, 0x00)
-                             : h == 1 ? _mm512_shuffle_f32x4(most, most, 0x55)
-                             : h == 2 ? _mm512_shuffle_f32x4(most, most, 0xaa)
-                                      : _mm512_shuffle_f32x4(most, most, 0xff);
-        uint8_t *p = to->p + (done + h) * kTileKeys;
-        __m512 sum = _mm512_setzero_ps();
-        soften_half<kAll>(t, x[h][0], x[h][1], shift, sees[h], 0, p, sum);
-        soften_half<kAll>(t, x[h][2], x[h][3], shift, sees[h], 2, p, sum);
-        _mm512_store_ps(to->sums[done + h], sum);
-      }
+      const __m512 most = reduce_quads(of, [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); });
+      store_quads_of<R>(most, to->m + done);
+      now->n = R;
+      now->first = done;
+      last = now;
+      if (!kGroups) continue;
+      for (int step = 0; step < 2 * R; step++) soften(step);
+      last->n = 0;
     }
   };
   some(Count<kSomeQueries>());
   some(Count<2>());
   some(Count<1>());
+  for (int step = 0; step < 2 * kHalves * last->n; step++) soften(step);
   for (int h = queries; h % 4; h++) _mm512_store_ps(to->sums[h], _mm512_setzero_ps());
   for (int h = 0; h < queries; h += 4) {
     __m512 of[4];
@@ -490,9 +486,13 @@ static void attn_block_codes(const CodeTile *t, const uint8_t *q, size_t q_step,
                              const int *n_keys, bool fetch, float *m, float *l, float *acc) {
   CodeProbabilities p;
   CodeWeights w;
-  const auto soften = n_keys[0] >= kTileKeys  // ascending
-                          ? t->groups ? soften_block<true, true> : soften_block<false, true>
-                          : t->groups ? soften_block<true, false> : soften_block<false, false>;
+  // Where nobody sees the second half of a tile, leaving it out changes nothing.
+  const bool whole = !t->groups && t->n > kTileKeys;
+  const bool all = n_keys[0] >= (whole ? (int)kCodeKeys : (int)kTileKeys);  // ascending
+  const auto soften = t->groups ? all ? soften_block<true, true, 1> : soften_block<true, false, 1>
+                      : whole   ? all ? soften_block<false, true, 2> : soften_block<false, false, 2>
+                      : all     ? soften_block<false, true, 1>
+                                : soften_block<false, false, 1>;
   soften(t, q, q_step, queries, n_keys, fetch, &p);
   bool ahead = fetch;
   for (int h = 0; h < queries; h++) w.start[h] = m[h] == -__builtin_inff() && l[h] == 0.0f;
@@ -509,7 +509,7 @@ static void attn_block_codes(const CodeTile *t, const uint8_t *q, size_t q_step,
     return;
   }
   each_rows(queries, [&](auto rows, int r) {
-    const uint8_t *of = p.p + r * kTileKeys;
+    const uint8_t *of = p.p + r * kCodeKeys;
     float *to = acc + (size_t)r * t->head_dim;
     int at = 0;
     for (; at + 64 <= t->head_dim; at += 64)
@@ -585,7 +585,7 @@ static void attn_tile_codes(const uint8_t *const *pieces, const uint8_t *const *
   t.groups = t.nibbles = false;
   t.rows = nullptr;
   const int n = (t.n + kPieceKeys - 1) / kPieceKeys;
-  for (int i = 0; i < kTilePieces; i++) {
+  for (int i = 0; i < kCodePieces; i++) {
     // Nothing is written.
     const CodePiece piece = code_piece(const_cast<uint8_t *>(pieces[i < n ? i : n - 1]), head_dim);
     t.k[i] = piece.k;

@@ -205,7 +205,7 @@ static void values_of_rows(const CodeTile *t, const uint8_t *p, bool fetch, cons
       quad[3] = _mm512_unpackhi_epi16(ef, gh);
 #pragma GCC unroll 4
       for (int r = 0; r < R; r++) {
-        const __m512i four = four_bytes(p + r * kTileKeys + j);
+        const __m512i four = four_bytes(p + r * kCodeKeys + j);
 #pragma GCC unroll 4
         for (int o = 0; o < 4; o++) dot_bytes(sum[r][o], four, quad[o]);
       }
@@ -236,7 +236,7 @@ static void values_of_rows(const CodeTile *t, const uint8_t *p, int queries, con
   __m512i any = _mm512_setzero_si512();
   bool ahead = t->n_ahead > 0;
   each_few(queries, [&](auto rows, int r) {
-    values_of_rows<rows.n>(t, p + r * kTileKeys, ahead, w, r, any, acc + (size_t)r * t->head_dim);
+    values_of_rows<rows.n>(t, p + r * kCodeKeys, ahead, w, r, any, acc + (size_t)r * t->head_dim);
     ahead = false;
   });
   t->rows->spoilt = _mm512_movepi8_mask(any) != 0;

@@ -78,8 +78,11 @@ void store_task(void *context, int, int begin, int end) {
   }
 }
 
-inline int tiles_of(int position) {
-  return position / kTileKeys + 1;
+inline int tile_keys(const Backend *b) {
+  return b->codes ? int(kCodeKeys) : int(kTileKeys);
+}
+inline int tiles_of(const Backend *b, int position) {
+  return position / tile_keys(b) + 1;
 }
 
 // The group's queries of one column and KV head in the form that tiles take.
@@ -175,13 +178,13 @@ void run_codes(const LayerTask *t, const float *query, int columns, int column, 
   Backend *b = t->b;
   const ModelSpec *s = b->spec;
   const int position = b->batch->position[column], slot = b->batch->slot[column];
-  const int from = tile * kTileKeys, end = from + kTileKeys, last = position + columns;
+  const int from = tile * kCodeKeys, end = from + kCodeKeys, last = position + columns;
   int n_keys[kMaxQueries];
   for (int c = 0; c < columns; c++)
     n_keys[c] = (position + c + 1 < end ? position + c + 1 : end) - from;
-  const uint8_t *pieces[kTilePieces], *next[kTilePieces];
+  const uint8_t *pieces[kCodePieces], *next[kCodePieces];
   find_pieces(b, t->kv, head, slot, from, end < last ? end : last, pieces);
-  const int next_end = end + kTileKeys < last ? end + kTileKeys : last;
+  const int next_end = end + kCodeKeys < last ? end + kCodeKeys : last;
   const int n_next = find_pieces(b, t->kv, head, slot, end, next_end, next);
   b->bf16->codes.tile(pieces, next, n_next, query, s->heads / s->kv_heads, columns, n_keys,
                       s->head_dim, m, l, acc);
@@ -288,7 +291,7 @@ void core_task(void *context, int worker, int begin, int end) {
     const int columns = run_of_columns(b, column, most);
     for (int c = 0; c < columns; c++) load_query(b, column + c, head, w->query + c * width);
     start(columns * group, w->m, w->l);
-    const int tiles = tiles_of(b->batch->position[column] + columns - 1);
+    const int tiles = tiles_of(b, b->batch->position[column] + columns - 1);
     for (int tile = 0; tile < tiles; tile++)
       run_tile(t, w, w->query, columns, column, head, tile, w->m, w->l, w->acc);
     for (int c = 0; c < columns; c++)
@@ -328,8 +331,8 @@ void core_by_tiles(const LayerTask *layer, int column, int head) {
   const ModelSpec *s = b->spec;
   WorkerScratch *w = &b->workers[0];
   const int group = s->heads / s->kv_heads, d = s->head_dim;
-  const int tiles = tiles_of(b->batch->position[column]);
-  const int64_t cost = static_cast<int64_t>(group) * d * kTileKeys * 2;
+  const int tiles = tiles_of(b, b->batch->position[column]);
+  const int64_t cost = static_cast<int64_t>(group) * d * tile_keys(b) * 2;
   load_query(b, column, head, w->query);
   start(group, w->m, w->l);
   for (int first = 0; first < tiles; first += b->partial_tiles) {
@@ -390,7 +393,7 @@ void stage_attn_core(void *context, int layer) {
   for (int c = 0; c < b->batch->n; c++) keys += b->batch->position[c] + 1;
   // Pairs are equal shares where they divide evenly, and nearly so where there are many.
   const bool uneven = pairs < 4 * b->threads && pairs % b->threads != 0;
-  if (uneven && keys > 8 * kTileKeys * b->batch->n) {
+  if (uneven && keys > 8 * tile_keys(b) * b->batch->n) {
     for (int i = 0; i < pairs; i++)
       core_by_tiles(&task, i / b->spec->kv_heads, i % b->spec->kv_heads);
   } else {

@@ -963,17 +963,17 @@ Running attend_codes(const CodeKernels &k, CodeRows &rows, const float *q, int g
                      int keys) {
   Running all(group * columns, rows.head_dim);
   std::vector<const uint8_t *> pieces;
-  for (int j = 0; j < keys + kTileKeys; j += 16)
+  for (int j = 0; j < keys + kCodeKeys; j += 16)
     pieces.push_back(j < keys ? rows.piece(j / 16) : nullptr);
-  for (int j0 = 0; j0 < keys; j0 += kTileKeys) {
+  for (int j0 = 0; j0 < keys; j0 += kCodeKeys) {
     std::vector<int> n_keys(columns);
     for (int c = 0; c < columns; c++) {
       const int sees = keys - (columns - 1 - c) - j0;
-      n_keys[c] = sees < kTileKeys ? sees : (int)kTileKeys;
+      n_keys[c] = sees < kCodeKeys ? sees : (int)kCodeKeys;
     }
-    const int after = (keys - j0 - kTileKeys + 15) / 16;
-    const int n_next = after < 0 ? 0 : after < kTilePieces ? after : (int)kTilePieces;
-    k.tile(&pieces[j0 / 16], pieces.data() + (n_next ? j0 / 16 + kTilePieces : 0), n_next, q, group,
+    const int after = (keys - j0 - kCodeKeys + 15) / 16;
+    const int n_next = after < 0 ? 0 : after < kCodePieces ? after : (int)kCodePieces;
+    k.tile(&pieces[j0 / 16], pieces.data() + (n_next ? j0 / 16 + kCodePieces : 0), n_next, q, group,
            columns, n_keys.data(), rows.head_dim, all.m.data(), all.l.data(), all.acc.data());
   }
   return all;
@@ -1005,8 +1005,8 @@ void test_codes(const AttnKernels &a, const CodeKernels &k, int group, int colum
     }
     for (int j = 0; j < sees; j++) sum += (p[j] = exp2(p[j] - most));
     // A byte is off by half of 1/255 of the most that a key of its tile adds.
-    for (int j0 = 0; j0 < sees; j0 += kTileKeys) {
-      const int end = j0 + kTileKeys < sees ? j0 + kTileKeys : sees;
+    for (int j0 = 0; j0 < sees; j0 += kCodeKeys) {
+      const int end = j0 + kCodeKeys < sees ? j0 + kCodeKeys : sees;
       double adds = 0;
       for (int j = j0; j < end; j++) adds = fmax(adds, p[j] / sum * rows.v_scale[j]);
       for (int j = j0; j < end; j++)
