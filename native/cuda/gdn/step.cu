@@ -115,9 +115,14 @@ struct Channel {
   }
 };
 
-template <int kParts>
+// Parts meet. kGive: what they stored in each other's memory is there then.
+template <int kParts, bool kGive = false>
 __device__ inline void parts_arrive() {
-  if (kParts > 1) asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+  if (kParts == 1) return;
+  if (kGive)
+    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+  else
+    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
 template <int kParts>
 __device__ inline void parts_wait() {
@@ -380,7 +385,7 @@ __device__ __forceinline__ void step_row(const StepArgs &a) {
       sum_keys(held);
       store_out(m - 1, held);
     }
-    parts_arrive<kParts>();
+    parts_arrive<kParts, true>();
     if (begin == 0 && threadIdx.x == 0) s.last = before == group * kParts - 1u;
     __syncthreads();
     parts_wait<kParts>();
