@@ -764,11 +764,44 @@ struct KvRows {
   }
 };
 
-// The table of narrow products reads values of q4 as int8 of their row: code times this.
+// What the table of narrow products reads as codes: rows other than those of bf16, which have codes
+// beside them, and of float32.
+bool reads_codes(const AttnKernels &k, int format, int head_dim) {
+  return !strcmp(k.name, "codes") && format != KSL_KV_F32 && format != KSL_KV_BF16 &&
+         head_dim % 32 == 0;
+}
+
+// It reads e4m3, and all values, as int8 of their row: code times this. side: 0 keys, 1 values.
+float row_unit(const KvRows &rows, int side, int j) {
+  const uint8_t *at = &rows.plane[2 * side + 1][j * rows.step(2 * side + 1)];
+  if (rows.format == KSL_KV_FP8 || rows.format == KSL_KV_Q4) {
+    float scale;
+    memcpy(&scale, at, 4);
+    return scale * (448.0f / 127);
+  }
+  float top = 0;
+  for (int i = 0; i < rows.size(2 * side + 1); i += 2) {
+    uint16_t half;
+    memcpy(&half, at + i, 2);
+    top = fmaxf(top, f16_to_f32(half));
+  }
+  return rows.format == KSL_KV_INT8_G64 ? top : top * (7.0f / 127);
+}
 float value_unit(const KvRows &rows, int j) {
-  float scale;
-  memcpy(&scale, &rows.plane[3][j * rows.step(3)], 4);
-  return scale * (448.0f / 127);
+  return row_unit(rows, 1, j);
+}
+
+// Keys as they meet queries then.
+Floats keys_as_read(const KvRows &rows, int head_dim) {
+  Floats k = rows.k;
+  for (int j = 0; rows.format == KSL_KV_FP8 && j < rows.keys; j++) {
+    const float unit = row_unit(rows, 0, j);
+    for (int i = 0; i < head_dim; i++) {
+      float &x = k[(size_t)j * head_dim + i];
+      x = nearbyintf(x / unit) * unit;
+    }
+  }
+  return k;
 }
 
 struct Running {
@@ -810,10 +843,11 @@ Running attend(const AttnKernels &k, const KvRows &rows, const float *q, int gro
 
 void test_attention(const AttnKernels &k, int format, int group, int columns, int head_dim,
                     int keys) {
-  const bool rounds = !strcmp(k.name, "bf16") && format != KSL_KV_F32 && head_dim % 32 == 0;
   const int queries = group * columns;
   const size_t d = head_dim;
+  const bool codes = reads_codes(k, format, head_dim);
   const KvRows rows(format, head_dim, keys);
+  const Floats read = codes ? keys_as_read(rows, head_dim) : rows.k;
   const Floats q = random_floats(queries * d, 2);
   Floats prepared(queries * d);
   const float scale = (float)(1 / sqrt(head_dim));
@@ -827,7 +861,7 @@ void test_attention(const AttnKernels &k, int format, int group, int columns, in
     double most = -INFINITY, sum = 0;
     for (int j = 0; j < sees; j++) {
       double dot = 0;
-      for (int i = 0; i < head_dim; i++) dot += (double)q[h * d + i] * scale * rows.k[j * d + i];
+      for (int i = 0; i < head_dim; i++) dot += (double)q[h * d + i] * scale * read[j * d + i];
       p[j] = dot;
       most = dot > most ? dot : most;
     }
@@ -837,10 +871,10 @@ void test_attention(const AttnKernels &k, int format, int group, int columns, in
         expected[i] += p[j] / sum * rows.v[j * d + i];
         reach[i] += p[j] / sum * fabs(rows.v[j * d + i]);
       }
-    // Values of q4 are off by half a code, probabilities by half of 1/255 of the most that a key of
-    // the tile adds.
+    // Values read as codes are off by half a code, probabilities by half of 1/255 of the most that
+    // a key of the tile adds.
     std::vector<double> slack(head_dim);
-    for (int j0 = 0; rounds && format == KSL_KV_Q4 && j0 < sees; j0 += kTileKeys) {
+    for (int j0 = 0; codes && j0 < sees; j0 += kTileKeys) {
       double adds = 0;
       const int end = j0 + kTileKeys < sees ? j0 + kTileKeys : sees;
       for (int j = j0; j < end; j++) adds = fmax(adds, p[j] / sum * value_unit(rows, j));
@@ -851,11 +885,11 @@ void test_attention(const AttnKernels &k, int format, int group, int columns, in
     }
     Floats out(head_dim);
     k.finish(&all.acc[h * d], all.l[h], head_dim, out.data());
-    // Rounding to bf16 moves scores, and so probabilities: a share of what is summed.
+    // Queries in bytes move scores, and so probabilities: a share of what is summed.
     for (int i = 0; i < head_dim; i++) {
-      if (rounds)
+      if (codes)
         check(fabs(out[i] - expected[i]) <= 0.1 * reach[i] + slack[i] + 1e-6,
-              "attention in bf16: format %d, head %d of %d, channel %d: %a, not %a", format, h,
+              "attention on codes: format %d, head %d of %d, channel %d: %a, not %a", format, h,
               queries, i, out[i], expected[i]);
       else
         close_to(out[i], expected[i], 4 + 4 * reach[i], "attention", keys, i);
@@ -873,11 +907,27 @@ void test_attention(const AttnKernels &k, int format, int group, int columns, in
 
 // One key: its probability is 1, so the result is the value row; a unit query reads the key row.
 void test_kv_reading(const AttnKernels &k, int format, int head_dim) {
-  const bool rounds = !strcmp(k.name, "bf16") && format != KSL_KV_F32 && head_dim % 32 == 0;
   const KvRows rows(format, head_dim, 1);
+  const bool codes = reads_codes(k, format, head_dim);
+  const Floats read = codes ? keys_as_read(rows, head_dim) : rows.k;
   std::vector<uint8_t> bytes(attn_scratch_bytes(head_dim) + 64, 0xff);
   uint8_t *scratch = bytes.data() + (64 - (uintptr_t)bytes.data() % 64) % 64;
-  const auto stored = [&](float x) { return rounds ? bf16_to_f32(f32_to_bf16(x)) : x; };
+  // Scores of codes carry the logarithm of what codes of values are multiplied by: that of a query
+  // of zeros is nothing else.
+  float unit_log = 0;
+  if (codes) {
+    Floats q(head_dim), prepared(head_dim);
+    k.query(format, q.data(), head_dim, 1, prepared.data());
+    Running all(1, head_dim);
+    const KvRun run = rows.run(0, 1);
+    const int n_keys[] = {1};
+    k.tile(&run, 1, nullptr, 0, prepared.data(), 1, 1, n_keys, head_dim, scratch, all.m.data(),
+           all.l.data(), all.acc.data());
+    unit_log = all.m[0];
+    check(fabsf(unit_log - log2f(value_unit(rows, 0))) < 0.01f,
+          "format %d, %d dims: values are in units of 2^%a, not 2^%a", format, head_dim, unit_log,
+          log2f(value_unit(rows, 0)));
+  }
   for (int columns = 1; columns <= 8; columns += 7) {
     for (int i = 0; i < head_dim; i++) {
       Floats q(head_dim), prepared((size_t)columns * head_dim), out(head_dim);
@@ -889,26 +939,26 @@ void test_kv_reading(const AttnKernels &k, int format, int head_dim) {
       const std::vector<int> n_keys(columns, 1);
       k.tile(&run, 1, nullptr, 0, prepared.data(), 1, columns, n_keys.data(), head_dim, scratch,
              all.m.data(), all.l.data(), all.acc.data());
-      if (rounds && format == KSL_KV_Q4) {
-        const float unit = value_unit(rows, 0), m = all.m[0] - log2f(unit);
-        check(fabsf(m - rows.k[i]) <= 1e-5f * (1 + fabsf(rows.k[i])),
-              "q4, %d dims: key channel %d is read as %a, not %a", head_dim, i, m, rows.k[i]);
+      if (codes) {
+        const float m = all.m[0] - unit_log;
+        check(fabsf(m - read[i]) <= 1e-4f * (1 + fabsf(read[i])),
+              "format %d, %d dims: key channel %d is read as %a, not %a", format, head_dim, i, m,
+              read[i]);
         k.finish(all.acc.data(), all.l[0], head_dim, out.data());
+        const float unit = value_unit(rows, 0);
         for (int j = 0; j < head_dim; j++)
-          check(fabsf(out[j] - rows.v[j]) <= 0.501f * unit + 1e-4f * fabsf(rows.v[j]),
-                "q4, %d dims: value channel %d is read as %a, not %a", head_dim, j, out[j],
-                rows.v[j]);
+          check(fabsf(out[j] - rows.v[j]) <= 0.51f * unit + 1e-4f * fabsf(rows.v[j]),
+                "format %d, %d dims: value channel %d is read as %a, not %a", format, head_dim, j,
+                out[j], rows.v[j]);
         continue;
       }
       // A scale that is applied to the score is a power of two: nothing is rounded by it.
-      check(all.m[0] == stored(rows.k[i]),
-            "format %d, %d dims: key channel %d is read as %a, not %a", format, head_dim, i,
-            all.m[0], stored(rows.k[i]));
+      check(all.m[0] == rows.k[i], "format %d, %d dims: key channel %d is read as %a, not %a",
+            format, head_dim, i, all.m[0], rows.k[i]);
       k.finish(all.acc.data(), all.l[0], head_dim, out.data());
       for (int j = 0; j < head_dim; j++)
-        check(out[j] == stored(rows.v[j]),
-              "format %d, %d dims: value channel %d is read as %a, not %a", format, head_dim, j,
-              out[j], stored(rows.v[j]));
+        check(out[j] == rows.v[j], "format %d, %d dims: value channel %d is read as %a, not %a",
+              format, head_dim, j, out[j], rows.v[j]);
     }
   }
 }
