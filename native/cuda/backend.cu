@@ -370,38 +370,53 @@ int forward(Backend *b, bool stoppable) {
   return KSL_OK;
 }
 
-// The entry of a shape; made if there is none, in the place of the one unused longest.
 Graph *find_graph(Backend *b, const GraphShape &shape) {
-  Graph *oldest = &b->graphs[0];
-  for (int i = 0; i < b->n_graphs; i++) {
-    Graph *g = &b->graphs[i];
-    if (!memcmp(&g->shape, &shape, sizeof shape)) return g;
-    if (g->used < oldest->used) oldest = g;
-  }
-  if (b->n_graphs < kGraphs) oldest = &b->graphs[b->n_graphs++];
-  if (oldest->run) cudaGraphExecDestroy(oldest->run);
-  *oldest = {shape, nullptr, 0};
-  return oldest;
+  for (int i = 0; i < b->n_graphs; i++)
+    if (!memcmp(&b->graphs[i].shape, &shape, sizeof shape)) return &b->graphs[i];
+  return nullptr;
 }
 
-// A graph is a cache: without one, the same is launched kernel by kernel.
-void capture(Backend *b, Graph *g, void (*work)(Backend *)) {
+// Whether a shape came before. Remembers it, in the place of the one that came first.
+bool seen_before(Backend *b, const GraphShape &shape) {
+  for (int i = 0; i < b->n_seen; i++)
+    if (!memcmp(&b->seen[i], &shape, sizeof shape)) return true;
+  b->seen[b->next_seen] = shape;
+  b->next_seen = (b->next_seen + 1) % kShapesSeen;
+  if (b->n_seen < kShapesSeen) b->n_seen++;
+  return false;
+}
+
+// Keeps a graph in the place of the one unused longest.
+Graph *keep_graph(Backend *b, const GraphShape &shape, cudaGraphExec_t run) {
+  Graph *place = &b->graphs[0];
+  if (b->n_graphs < kGraphs)
+    place = &b->graphs[b->n_graphs++];
+  else
+    for (int i = 1; i < b->n_graphs; i++)
+      if (b->graphs[i].used < place->used) place = &b->graphs[i];
+  if (place->run) cudaGraphExecDestroy(place->run);
+  *place = {shape, run, 0};
+  return place;
+}
+
+// A graph is a cache: without one (null), the same is launched kernel by kernel.
+Graph *capture(Backend *b, const GraphShape &shape, void (*work)(Backend *)) {
   cudaGraph_t graph = nullptr;
+  cudaGraphExec_t run = nullptr;
   cudaError_t code = cudaStreamBeginCapture(b->device.stream, cudaStreamCaptureModeThreadLocal);
   if (code == cudaSuccess) {
     work(b);
     code = cudaStreamEndCapture(b->device.stream, &graph);
   }
   if (code == cudaSuccess && alloc_refused(b->alloc)) code = cudaErrorMemoryAllocation;
-  if (code == cudaSuccess) code = cudaGraphInstantiate(&g->run, graph, 0);
+  if (code == cudaSuccess) code = cudaGraphInstantiate(&run, graph, 0);
   if (graph) cudaGraphDestroy(graph);
-  if (code != cudaSuccess) {
-    cudaGetLastError();
-    g->run = nullptr;
-    b->no_graphs = true;
-    fprintf(stderr, "kslserve: no CUDA graph could be made (%s); waves take longer to launch\n",
-            cudaGetErrorString(code));
-  }
+  if (code == cudaSuccess) return keep_graph(b, shape, run);
+  cudaGetLastError();
+  b->no_graphs = true;
+  fprintf(stderr, "kslserve: no CUDA graph could be made (%s); waves take longer to launch\n",
+          cudaGetErrorString(code));
+  return nullptr;
 }
 
 // Fills the wave up to a shape: waves of drafts have any number of columns.
@@ -500,15 +515,13 @@ void run_shaped(Backend *b, GraphShape shape, void (*work)(Backend *)) {
                     static_cast<int64_t>(b->config->max_blocks_per_slot) * b->config->block_tokens;
   b->most_position = static_cast<int>(most < table ? most : table) - 1;
   Graph *g = b->no_graphs ? nullptr : find_graph(b, shape);
+  if (!g && !b->no_graphs && seen_before(b, shape)) g = capture(b, shape, work);
   if (g) {
-    const bool again = g->used != 0;
     g->used = ++b->graph_clock;
-    if (again && !g->run) capture(b, g, work);
-  }
-  if (g && g->run)
     keep_error(&b->device, cudaGraphLaunch(g->run, b->device.stream), "launching a wave");
-  else
+  } else {
     work(b);
+  }
 }
 
 const BackendOps *default_backend(void) {

@@ -74,10 +74,11 @@ struct GraphShape {
 enum { kWavePart, kDraftPart };
 struct Graph {
   GraphShape shape;
-  cudaGraphExec_t run;  // null: seen once
+  cudaGraphExec_t run;
   uint64_t used;
 };
-enum { kGraphs = 96 };
+// Shapes that came once are remembered apart: they do not take the places of graphs.
+enum { kGraphs = 96, kShapesSeen = 256 };
 
 struct Backend {
   const ModelSpec *spec;
@@ -154,6 +155,8 @@ struct Backend {
 
   Graph graphs[kGraphs];
   int n_graphs;
+  GraphShape seen[kShapesSeen];  // a ring
+  int n_seen, next_seen;
   uint64_t graph_clock;
   bool scaled;      // packed products of many tokens are block-scaled
   bool wide;        // they have kernels of their own, which leave whole products

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,6 +59,36 @@ async def test_what_is_taken_was_planned(cuda: CudaLibrary, weights: str) -> Non
                 await waves.run(rows=rows)
         assert free - cuda.free_bytes() < taken + RUNTIME_BYTES
     assert free - cuda.free_bytes() < RUNTIME_BYTES, "all of it is given back"
+
+
+async def test_graphs_are_bounded(cuda: CudaLibrary) -> None:
+    """Waves of ever new shapes: after as many graphs as are kept, neither memory grows."""
+    sizes = dataclasses.replace(SIZES, slots=12, slabs=12, blocks=12 * 40, blocks_per_slot=40)
+    with open_model("synth:0.8b", weights="nvfp4") as model:
+        engine = NativeEngine.open(model.spec, model.tensors, sizes, kv_format="q4", library=cuda)
+
+    async def every_shape(waves: Waves) -> None:
+        for slots in range(1, 13):
+            for position in range(100, 5000, 512):
+                rows = [Row(RowKind.LAST, s, s, position, 1, [7]) for s in range(slots)]
+                for _ in range(3):  # seen, captured, launched
+                    await waves.run(rows=rows)
+
+    with Waves(engine) as waves:
+        await waves.begin(range(12))
+        taken = []
+        for _ in range(4):
+            await every_shape(waves)
+            taken.append((resident_bytes(), -cuda.free_bytes()))
+        host, device = zip(*taken, strict=True)
+        print([(h - host[0], d - device[0]) for h, d in taken])
+        assert host[-1] - host[1] < 16 << 20
+        assert device[-1] - device[1] < 16 << 20
+
+
+def resident_bytes() -> int:
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_what_does_not_fit_is_refused_before_it_is_taken(cuda: CudaLibrary) -> None:
