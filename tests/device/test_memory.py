@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +22,7 @@ from kslserve.ksl.open import open_model
 from kslserve.selftest.waves import Waves
 from tests.device.shapes import spec_named
 from tests.native.driver import Driver, Refused
+from tests.resident import resident
 from tests.tiny import tiny_arrays, tiny_tensors
 
 SIZES = PoolSizes(
@@ -79,16 +78,10 @@ async def test_graphs_are_bounded(cuda: CudaLibrary) -> None:
         taken = []
         for _ in range(4):
             await every_shape(waves)
-            taken.append((resident_bytes(), -cuda.free_bytes()))
+            taken.append((resident(), -cuda.free_bytes()))
         host, device = zip(*taken, strict=True)
-        print([(h - host[0], d - device[0]) for h, d in taken])
         assert host[-1] - host[1] < 16 << 20
         assert device[-1] - device[1] < 16 << 20
-
-
-def resident_bytes() -> int:
-    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_what_does_not_fit_is_refused_before_it_is_taken(cuda: CudaLibrary) -> None:

@@ -21,6 +21,7 @@ from kslserve.errors import EngineError
 from tests import kv_reference as reference
 from tests.closeness import relative
 from tests.native.driver import Driver, Refused
+from tests.resident import resident
 from tests.tiny import tiny_arrays, tiny_spec, tiny_tensors, wide_spec
 
 F32 = npt.NDArray[np.float32]
@@ -434,12 +435,7 @@ def test_a_ring_is_whole_tiles() -> None:
             Driver(spec, tensors, kv="int8ring_int4", kv_ring=tokens)
 
 
-def resident() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="no /proc here")
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="no /proc here")
 def test_a_pool_takes_memory_as_its_blocks_are_used() -> None:
     spec = wide_spec()
     tensors = tiny_tensors(spec, tiny_arrays(spec), "bf16")

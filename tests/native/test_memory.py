@@ -14,18 +14,13 @@ import pytest
 
 from kslserve.engine.types import OpKind, StateOp
 from tests.native.driver import Driver, Refused, Stream
+from tests.resident import resident
 from tests.tiny import tiny_arrays, tiny_spec, tiny_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS, SLABS = 16, 300  # about 50 and 20 MB
 KEPT_BLOCK, KEPT_SLAB = 3, 7
 IDS = np.random.default_rng(3).integers(0, 199, 60, dtype=np.int32)
-
-
-def resident() -> int:
-    """Bytes of this process that only it has, and that are in memory."""
-    with open("/proc/self/status", encoding="ascii") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from kslserve.config import Settings
+from tests.resident import resident
 from tests.server.serving import Server, serving
 
 CONVERSATIONS, TURNS = 4, 3
@@ -69,11 +70,6 @@ def objects() -> int:
     gc.collect()
     arrays = tracemalloc.DomainFilter(inclusive=False, domain=np.lib.tracemalloc_domain)
     return sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces([arrays]).traces)
-
-
-def resident() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
 
 def counts(server: Server) -> dict[str, Any]:

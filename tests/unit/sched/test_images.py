@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kslserve.sched.cache.images import LINE, ImagePool
+from tests.resident import resident
 
 PAGE = mmap.PAGESIZE
 
@@ -69,11 +70,6 @@ def test_free_pages_are_kept_up_to_a_bound() -> None:
     assert pool.held == 6 * PAGE
     pool.give_back()
     assert pool.held == 0
-
-
-def resident() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * PAGE
 
 
 @pytest.mark.parametrize("nbytes", [1 << 20, 40 << 20])
