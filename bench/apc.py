@@ -5,10 +5,10 @@
 Two servers of ksl-nano on the CPU take turns, one with the prefix cache and one without; FLAGS go
 to both. `ratio` is off over on, the median of all repeats: how many times sooner the answer begins
 (of a fan-out: how many times sooner all six have their answer; of decode: how the speed on adopted
-compares). Every repeat has conversations of its own. The server with the cache is asked first, but
-which one is alternates for an edit. Of appended turns it answers one before the other server does
-and another like it after that, and `on` is the mean: what slows the machine for a second or two
-would else slow the long answer and miss the short one.
+state compares). Every repeat has conversations of its own. The server with the cache is asked
+first, but which one is alternates for an edit. Of appended turns it answers one before the other
+server does and another like it after that, and `on` is the mean: what slows the machine for a
+second or two would else slow the long answer and miss the short one.
 `cpu_ratio` is the same of the server's processor time for the whole answer, which a busy machine
 disturbs less.
 """
