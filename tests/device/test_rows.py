@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from _kslserve import ffi, lib
+from _kslserve import lib
 
 from kslserve.core.sampling import SamplingParams
+from kslserve.engine.sampling import reference_sample
 from kslserve.engine.types import Draft, OpKind, RowKind, SlotConfig, StateOp
 from tests.device.conftest import Opener
 from tests.device.shapes import spec_named
@@ -258,31 +259,6 @@ def test_cuts_copies_and_images(driver: Driver) -> None:
     assert not driver.slab_image(8).any()
 
 
-def reference_sample(
-    driver: Driver, logits: Any, sampling: SamplingParams, seed: int, position: int, **ids: Any
-) -> int:
-    keep: list[Any] = []
-    config = Driver.sampling(
-        keep, SlotConfig(sampling, seed, (), ids.get("prompt"), ids.get("output"))
-    )
-    mask = ids.get("mask")
-    out, error = ffi.new("int32_t *"), ffi.new("ksl_error *")
-    data = np.ascontiguousarray(logits)
-    code = lib.ksl_sample(
-        ffi.from_buffer("float[]", data),
-        len(data),
-        driver.spec.token_limit,
-        config,
-        ffi.NULL if mask is None else ffi.from_buffer("uint32_t[]", mask),
-        position,
-        out,
-        ffi.NULL,
-        error,
-    )
-    assert code == lib.KSL_OK, ffi.string(error.text)
-    return int(out[0])
-
-
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_sampler_is_the_reference(driver: Driver, sampling: SamplingParams) -> None:
     """The device's id is what the reference sampler draws from the device's logits."""
@@ -293,8 +269,8 @@ def test_sampler_is_the_reference(driver: Driver, sampling: SamplingParams) -> N
         for _ in range(12):
             result = stream.run(stream.row(RowKind.LAST, tokens), ["logits"])
             expected = reference_sample(
-                driver, result.taps["logits"][-1], sampling, seed, stream.position,
-                prompt=IDS[:20], output=output,
+                result.taps["logits"][-1], driver.spec.token_limit,
+                SlotConfig(sampling, seed, (), IDS[:20], output), stream.position,
             )  # fmt: skip
             assert result.rows[0].tokens == [expected], (seed, len(output))
             output.append(expected)
@@ -319,7 +295,9 @@ def test_ties_and_masks(opened: Opener, kinds: int) -> None:
             if use is not None:
                 driver.wave(before=[StateOp(OpKind.MASK, 0, data=use)])
             result = stream.run(stream.row(RowKind.LAST, IDS[:3]), ["logits"])
-            expected = reference_sample(driver, result.taps["logits"][-1], sampling, 5, 3, mask=use)
+            expected = reference_sample(
+                result.taps["logits"][-1], spec.token_limit, SlotConfig(sampling, 5), 3, use
+            )
             assert result.rows[0].tokens == [expected], sampling
             if use is not None:
                 assert use[expected >> 5] >> (expected & 31) & 1

@@ -6,12 +6,13 @@ from functools import cache
 
 import numpy as np
 import pytest
-from _kslserve import ffi, lib
+from _kslserve import lib
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kslserve.core.sampling import SamplingParams
 from kslserve.engine.budget import KV_FORMATS
+from kslserve.engine.sampling import reference_sample
 from kslserve.engine.types import Draft, OpKind, RowKind, SlotConfig, StateOp
 from tests.native.conftest import Engines
 from tests.native.driver import ISA_PATHS, Driver, Stream
@@ -244,23 +245,7 @@ def drafted(driver: Driver, stream: Stream, n: int) -> list[int]:
 
 
 def sampled(driver: Driver, logits: np.ndarray, config: SlotConfig, position: int) -> int:
-    """What the reference sampler chooses."""
-    keep: list[object] = []
-    chosen, error = ffi.new("int32_t *"), ffi.new("ksl_error *")
-    raw = np.ascontiguousarray(logits)
-    code = lib.ksl_sample(
-        ffi.cast("float *", ffi.from_buffer(raw)),
-        driver.spec.vocab,
-        driver.spec.token_limit,
-        Driver.sampling(keep, config),
-        ffi.NULL,
-        position,
-        chosen,
-        ffi.NULL,
-        error,
-    )
-    assert code == lib.KSL_OK, ffi.string(error.text)
-    return int(chosen[0])
+    return reference_sample(logits, driver.spec.token_limit, config, position)
 
 
 def test_a_draft_shares_the_noise_of_its_position(tiny: Driver) -> None:
