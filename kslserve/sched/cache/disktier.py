@@ -130,10 +130,8 @@ class DiskTier:
 
     def _fits(self, checkpoint: Checkpoint) -> bool:
         """Whether there is room for its file, or files that are worth less."""
-        info, budget = self._info, self._disk.budget
-        blocks = -(-checkpoint.position // info.block_tokens)
-        images = info.slab_bytes + blocks * info.block_bytes
-        nbytes = images + 4 * checkpoint.position + HEAD_BYTES
+        budget = self._disk.budget
+        nbytes = self._image_bytes(checkpoint) + 4 * checkpoint.position + HEAD_BYTES
         if nbytes > budget:
             return False
         free = budget - self.used + sum(copy.nbytes for copy in self.foreign)
@@ -193,13 +191,12 @@ class DiskTier:
 
     def begin_reads(self) -> None:
         """Read what there is room for, in order."""
-        info, host = self._info, self._host
+        host = self._host
         while self._next:
             checkpoint = self._next[0]
             copy, store = checkpoint.disk, self._disk.store
             assert copy is not None
-            blocks = -(-checkpoint.position // info.block_tokens)
-            nbytes = info.slab_bytes + blocks * info.block_bytes
+            nbytes = self._image_bytes(checkpoint)
             if self._reading[checkpoint]:
                 if not host.has_way(nbytes):
                     return
@@ -208,6 +205,10 @@ class DiskTier:
             else:
                 del self._reading[checkpoint]
             self._next.popleft()
+
+    def _image_bytes(self, checkpoint: Checkpoint) -> int:
+        info = self._info
+        return info.slab_bytes + -(-checkpoint.position // info.block_tokens) * info.block_bytes
 
     def _begin(self, checkpoint: Checkpoint, copy: DiskCopy, store: DiskStore, nbytes: int) -> None:
         tokens, take = checkpoint.node.ids(), self._host.images.take
