@@ -2,16 +2,16 @@
 namespace ksl {
 namespace {
 
+// Of log2 in [1, 2), the highest power first.
+constexpr float kRoughLog2[] = {-0x1.414b02p-4f, 0x1.40874ap-1f, -0x1.0a06e4p+1f, 0x1.01de9ap+2f,
+                                -0x1.3fca0ap+1f};
 // log2 of a normal number to 1.2e-4, which is no more than a choice of scales.
 KSL_INLINE float rough_log2(float x) {
   uint32_t bits;
   __builtin_memcpy(&bits, &x, 4);
   const float m = kv_float((bits & 0x7fffff) | 0x3f800000);
-  float y = -0x1.414b02p-4f;
-  y = y * m + 0x1.40874ap-1f;
-  y = y * m - 0x1.0a06e4p+1f;
-  y = y * m + 0x1.01de9ap+2f;
-  y = y * m - 0x1.3fca0ap+1f;
+  float y = kRoughLog2[0];
+  for (int i = 1; i < 5; i++) y = y * m + kRoughLog2[i];
   return (float)((int)(bits >> 23) - 127) + y;
 }
 

@@ -19,11 +19,8 @@ struct ValueFactors {
 // rough_log2 of 16.
 KSL_INLINE __m512 rough_log2_of(__m512 x) {
   const __m512 m = _mm512_getmant_ps(x, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_zero);
-  __m512 y = _mm512_set1_ps(-0x1.414b02p-4f);
-  y = _mm512_fmadd_ps(y, m, _mm512_set1_ps(0x1.40874ap-1f));
-  y = _mm512_fmadd_ps(y, m, _mm512_set1_ps(-0x1.0a06e4p+1f));
-  y = _mm512_fmadd_ps(y, m, _mm512_set1_ps(0x1.01de9ap+2f));
-  y = _mm512_fmadd_ps(y, m, _mm512_set1_ps(-0x1.3fca0ap+1f));
+  __m512 y = _mm512_set1_ps(kRoughLog2[0]);
+  for (int i = 1; i < 5; i++) y = _mm512_fmadd_ps(y, m, _mm512_set1_ps(kRoughLog2[i]));
   return _mm512_add_ps(_mm512_getexp_ps(x), y);
 }
 
