@@ -389,12 +389,13 @@ bool seen_before(Backend *b, const GraphShape &shape) {
 // Keeps a graph in the place of the one unused longest.
 Graph *keep_graph(Backend *b, const GraphShape &shape, cudaGraphExec_t run) {
   Graph *place = &b->graphs[0];
-  if (b->n_graphs < kGraphs)
+  if (b->n_graphs < kGraphs) {
     place = &b->graphs[b->n_graphs++];
-  else
+  } else {
     for (int i = 1; i < b->n_graphs; i++)
       if (b->graphs[i].used < place->used) place = &b->graphs[i];
-  if (place->run) cudaGraphExecDestroy(place->run);
+    cudaGraphExecDestroy(place->run);
+  }
   *place = {shape, run, 0};
   return place;
 }

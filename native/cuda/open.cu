@@ -499,8 +499,7 @@ void cuda_close(Backend *b) {
   if (b->device.stream) {
     cudaStreamSynchronize(b->device.stream);
     mover_close(&b->mover);
-    for (int i = 0; i < b->n_graphs; i++)
-      if (b->graphs[i].run) cudaGraphExecDestroy(b->graphs[i].run);
+    for (int i = 0; i < b->n_graphs; i++) cudaGraphExecDestroy(b->graphs[i].run);
     for (int i = b->n_owned; i-- > 0;) cudaFree(b->owned[i]);
     cudaFree(b->arena);
     cudaFree(b->d_entries);
