@@ -25,7 +25,10 @@ _ATTENTION_QUERIES = 256
 _TILE_KEYS = 64
 _DRAFTS_MAX = 16
 _SPARE_BYTES = 64 << 20  # most that the states of rows with drafts may take beside their slabs
-_MTP_WAITING = 64  # columns whose MTP keys and values may be made later
+# Columns whose MTP keys and values are made together; and how many may wait: so many bytes of
+# hidden states, at least and at most.
+_MTP_TOGETHER = 128
+_MTP_BYTES, _MTP_LEAST, _MTP_MOST = 16 << 20, 256, 4096
 _BIAS_MAX = 1024
 
 
@@ -137,9 +140,11 @@ def workspace_bytes(
     kept = min(slots * (1 + _DRAFTS_MAX), wave_columns)
     keys = _padded(spec.lin_key_heads * spec.lin_key_dim)
     floats += kept * linear_layers * (conv + heads + keys + value)  # of rows with drafts
-    waiting = min(_MTP_WAITING, wave_columns) if spec.mtp_layers else 0
-    floats += waiting * hidden
-    floats += (wave_columns + slots + waiting) * (spec.rotary_dims if kv_layers(spec) else 0)
+    together = min(_MTP_TOGETHER, wave_columns) if spec.mtp_layers else 0
+    if spec.mtp_layers:
+        waiting = min(max(_MTP_BYTES // (4 * hidden), _MTP_LEAST), _MTP_MOST)
+        floats += waiting * (hidden + 4)
+    floats += (wave_columns + slots + together) * (spec.rotary_dims if kv_layers(spec) else 0)
     group = spec.heads // spec.kv_heads
     tile = _padded(group * spec.head_dim + 2 * group)
     # Up to _ATTENTION_QUERIES query heads, of one or more columns, share a pass over a tile.

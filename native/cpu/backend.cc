@@ -54,6 +54,8 @@ void run_op(Backend *b, const ksl_op *op) {
       memmove(slab_at(b, op->b), slab_at(b, op->a), slab_bytes);
       break;
     case KSL_OP_COPY_BLOCK:
+      backlog_settle_block(b, op->a);
+      backlog_forget(b, op->b, 0);
       memmove(b->blocks + op->b * b->block_bytes, b->blocks + op->a * b->block_bytes,
               b->block_bytes);
       codes_copy(b, op->a, op->b);
@@ -65,9 +67,11 @@ void run_op(Backend *b, const ksl_op *op) {
       memcpy(slab_part(b, op), op->data, op->n);
       break;
     case KSL_OP_SAVE_BLOCK:
+      backlog_settle_block(b, op->a);
       block_save(b, op->a, op->b, op->n, op->data);
       break;
     case KSL_OP_LOAD_BLOCK:
+      backlog_forget(b, op->a, 0);
       block_load(b, op->a, op->b, op->n, op->data);
       codes_mark(b, op->a);
       break;
@@ -94,6 +98,7 @@ void run_op(Backend *b, const ksl_op *op) {
       drop_slabs(b, op->a, op->n);
       break;
     case KSL_OP_DROP_BLOCKS:
+      for (int i = op->a; i < op->a + op->n; i++) backlog_forget(b, i, 0);
       alloc_discard(b->blocks + op->a * b->block_bytes, op->n * b->block_bytes);
       codes_drop(b, op->a, op->n);
       break;
@@ -176,31 +181,8 @@ void commit_hidden(Backend *b) {
   }
 }
 
-bool is_of_blocks(const ksl_op *op) {
-  return op->kind == KSL_OP_COPY_BLOCK || op->kind == KSL_OP_SAVE_BLOCK ||
-         op->kind == KSL_OP_LOAD_BLOCK || op->kind == KSL_OP_DROP_BLOCKS;
-}
-
-// Whether blocks are read or change around the rows, or what a table says of those that columns
-// wait to write to. What it says of others, as when a sequence is given its next block, is no
-// matter: rows are written in the order of their waves.
-bool touches_blocks(const Backend *b, const Wave *wave) {
-  for (int i = 0; i < wave->n_edits; i++) {
-    const ksl_edit *edit = &wave->edits[i];
-    if (mtp_waits(b, edit->slot, edit->start, edit->n)) return true;
-  }
-  for (int i = 0; i < wave->n_before; i++) {
-    if (is_of_blocks(&wave->before[i])) return true;
-  }
-  for (int i = 0; i < wave->n_after; i++) {
-    if (is_of_blocks(&wave->after[i])) return true;
-  }
-  return false;
-}
-
 int cpu_run(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
   b->wave = wave;
-  if (touches_blocks(b, wave)) mtp_catch_up(b);
   for (int i = 0; i < wave->n_taps; i++) wave->taps[i].written = 0;
   for (int i = 0; i < wave->n_edits; i++) {
     const ksl_edit *edit = &wave->edits[i];

@@ -63,6 +63,22 @@ bool make_batch(Backend *b, Batch *batch, int columns) {
          batch->hidden;
 }
 
+bool make_backlog(Backend *b) {
+  if (!b->spec->mtp_layers) return true;
+  Backlog *log = &b->backlog;
+  log->room = backlog_rows(b);
+  const size_t list = log->room * sizeof(int32_t);
+  log->token = static_cast<int32_t *>(own_bytes(b, list));
+  log->position = static_cast<int32_t *>(own_bytes(b, list));
+  log->block = static_cast<int32_t *>(own_bytes(b, list));
+  log->next = static_cast<int32_t *>(own_bytes(b, list));
+  log->hidden = own_floats(b, log->room * b->hidden_stride);
+  log->of_block = static_cast<int32_t *>(own_bytes(b, b->config->blocks * sizeof(int32_t)));
+  b->waiting.block = static_cast<int32_t *>(own_bytes(b, b->mtp_room * sizeof(int32_t)));
+  return log->token && log->position && log->block && log->next && log->hidden && log->of_block &&
+         b->waiting.block && make_batch(b, &b->waiting, b->mtp_room);
+}
+
 int make_pools(Backend *b, ksl_error *error) {
   const ModelSpec *spec = b->spec;
   const ksl_config *config = b->config;
@@ -167,8 +183,6 @@ int make_scratch(Backend *b, ksl_error *error) {
   b->final = own_floats(b, columns * b->hidden_stride);
   b->chain = own_floats(b, columns * b->hidden_stride);
   b->mtp_room = b->config->wave_columns < kMtpWaiting ? b->config->wave_columns : kMtpWaiting;
-  const int waiting = spec->mtp_layers ? b->mtp_room : 0;
-  b->waiting_hidden = own_floats(b, waiting * b->hidden_stride);
   b->head_in = own_floats(b, kHeadBatch * b->hidden_stride);
   b->logits = own_floats(b, kHeadBatch * b->vocab_stride);
   b->zero_hidden = own_floats(b, b->hidden_stride);
@@ -197,10 +211,10 @@ int make_scratch(Backend *b, ksl_error *error) {
   b->partials = own_floats(b, padded(query + 2 * group) * b->partial_tiles);
   b->workers = static_cast<WorkerScratch *>(own_bytes(b, b->threads * sizeof(WorkerScratch)));
   if (!region || (!floats && (!b->quantized || !b->rounded)) || !b->x || !b->normed || !b->mixed ||
-      !b->final || !b->chain || !b->waiting_hidden || !b->head_in || !b->logits ||
-      !b->zero_hidden || !b->rows || !b->jobs || !b->keep || !ring_scratch(b) || !b->partials ||
-      !b->workers || !make_batch(b, &b->trunk, b->config->wave_columns) ||
-      !make_batch(b, &b->drafts, b->config->slots) || !make_batch(b, &b->waiting, waiting)) {
+      !b->final || !b->chain || !b->head_in || !b->logits || !b->zero_hidden || !b->rows ||
+      !b->jobs || !b->keep || !ring_scratch(b) || !b->partials || !b->workers ||
+      !make_batch(b, &b->trunk, b->config->wave_columns) ||
+      !make_batch(b, &b->drafts, b->config->slots) || !make_backlog(b)) {
     return no_memory(error, "the activations");
   }
   for (int i = 0; i < b->threads; i++) {

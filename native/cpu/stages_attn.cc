@@ -52,7 +52,9 @@ void store_task(void *context, int, int begin, int end) {
   const int d = s->head_dim, format = b->config->kv_format;
   for (int c = begin; c < end; c++) {
     const int position = b->batch->position[c];
-    const KvPlace place = kv_place(b, b->batch->slot[c], t->kv, position);
+    const int32_t block =
+        b->batch->block ? b->batch->block[c] : block_of(b, b->batch->slot[c], position);
+    const KvPlace place = kv_place_in(b, block, t->kv, position);
     for (int h = 0; h < s->kv_heads; h++) {
       uint8_t *plane[kKvPlanes];
       for (int p = 0; p < kKvPlanes; p++) {
@@ -61,9 +63,7 @@ void store_task(void *context, int, int begin, int end) {
         if (position < t->first_key) memset(plane[p], 0, b->kv_bytes[p]);
       }
       const int at = position % b->config->block_tokens;
-      uint8_t *piece =
-          b->codes ? code_piece_at(b, block_of(b, b->batch->slot[c], position), t->kv, h, at)
-                   : nullptr;
+      uint8_t *piece = b->codes ? code_piece_at(b, block, t->kv, h, at) : nullptr;
       if (position < t->first_key) {
         if (piece) b->bf16->codes.hide(d, piece, at % kPieceKeys);
         continue;

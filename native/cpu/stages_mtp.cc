@@ -44,22 +44,41 @@ void follow_columns(Backend *b) {
   b->kv_only = false;
 }
 
-// Has the committed columns of the wave wait.
-void wait_columns(Backend *b) {
-  const Batch *trunk = b->batch;
-  Batch *waiting = &b->waiting;
+bool may_draft(const RowPlan *row) {
+  return row->n && row->row->propose > 0 && row->done->n_tokens > 0 && !row->slot->latched &&
+         !row->slot->has_mask;
+}
+
+// What is done with each committed column of the wave.
+using ColumnUse = void (*)(Backend *b, int column);
+
+void each_committed(Backend *b, ColumnUse use) {
   for (int r = 0; r < b->n_rows; r++) {
     const RowPlan *row = &b->rows[r];
-    for (int j = 0; row->n && j < row->committed; j++) {
-      const int c = row->column + j, n = waiting->n++;
-      float *hidden = b->waiting_hidden + n * b->hidden_stride;
-      memcpy(hidden, trunk->hidden[c], b->spec->hidden * sizeof(float));
-      waiting->token[n] = trunk->token[c];
-      waiting->position[n] = trunk->position[c];
-      waiting->slot[n] = trunk->slot[c];
-      waiting->hidden[n] = hidden;
-    }
+    for (int j = 0; row->n && j < row->committed; j++) use(b, row->column + j);
   }
+}
+
+void wait_column(Backend *b, int column) {
+  backlog_add(b, b->batch, column);
+}
+
+// Its keys and values are made now.
+void made_column(Backend *b, int column) {
+  const int position = b->batch->position[column];
+  const int block = block_of(b, b->batch->slot[column], position);
+  backlog_forget(b, block, position % b->config->block_tokens);
+}
+
+// What waits of the rows that are to draft.
+void settle_drafting(Backend *b) {
+  const uint64_t begun = now_ns();
+  for (int r = 0; r < b->n_rows; r++) {
+    const RowPlan *row = &b->rows[r];
+    if (may_draft(row)) backlog_gather(b, row->row->slot, row->row->start + row->committed);
+  }
+  backlog_settle(b);
+  *b->wave->drafts_ns += now_ns() - begun;
 }
 
 struct DraftTask {
@@ -92,11 +111,6 @@ void draft_task(void *context, int worker, int begin, int end) {
       if (slot->stop_ids[k] == id) row->ended = true;  // nothing after it can be accepted
     }
   }
-}
-
-bool may_draft(const RowPlan *row) {
-  return row->n && row->row->propose > 0 && row->done->n_tokens > 0 && !row->slot->latched &&
-         !row->slot->has_mask;
 }
 
 // The rows that draft step `step`, as one column each.
@@ -169,30 +183,20 @@ void mtp_follow(Backend *b) {
     }
   }
   const bool tapped = b->wave->n_taps && wants_tap(b->wave, "mtp", true);
-  if (tapped || b->waiting.n + committed > b->mtp_room) mtp_catch_up(b);
-  if (!tapped && committed <= b->mtp_room) {
-    wait_columns(b);
-    if (drafting) {
-      // The host would not wait for them but for the drafts.
-      const uint64_t begun = now_ns();
-      mtp_catch_up(b);
-      *b->wave->drafts_ns = now_ns() - begun;
-    } else if (!late) {
-      mtp_catch_up(b);
-    }
-    return;
-  }
+  const bool waits = !tapped && committed <= b->mtp_room;
+  each_committed(b, waits ? wait_column : made_column);
   if (tapped) {
     walk(b, kListMtpInput, 0);
     walk(b, kListFull, layer);
     walk(b, kListMtpOutput, 0);
-    return;
+  } else if (!waits) {
+    read_columns(b);
+    if (late && !drafting)
+      b->mtp_late = true;
+    else
+      follow_columns(b);
   }
-  read_columns(b);
-  if (late && !drafting)
-    b->mtp_late = true;
-  else
-    follow_columns(b);
+  if (drafting) settle_drafting(b);
 }
 
 void mtp_finish(Backend *b) {
@@ -200,26 +204,15 @@ void mtp_finish(Backend *b) {
     b->mtp_late = false;
     follow_columns(b);
   }
-  if (b->waiting.n >= kMtpBatch) mtp_catch_up(b);
+  backlog_make_room(b);
 }
 
-bool mtp_waits(const Backend *b, int slot, int first_entry, int n) {
-  const Batch *waiting = &b->waiting;
-  for (int i = 0; i < waiting->n; i++) {
-    const int entry = waiting->position[i] / b->config->block_tokens;
-    if (waiting->slot[i] == slot && entry >= first_entry && entry < first_entry + n) return true;
-  }
-  return false;
-}
-
-void mtp_catch_up(Backend *b) {
-  if (!b->waiting.n) return;
+void mtp_make(Backend *b, Batch *batch) {
   Batch *before = b->batch;
-  b->batch = &b->waiting;
-  batch_rotary(b, b->batch);
+  b->batch = batch;
+  batch_rotary(b, batch);
   read_columns(b);
   follow_columns(b);
-  b->waiting.n = 0;
   b->batch = before;
 }
 

@@ -13,8 +13,14 @@ namespace ksl {
 enum {
   kConvChannels = 512,  // channels of one convolution task
   kHeadBatch = 32,      // columns whose logits exist at one time
-  kMtpBatch = 64,       // columns that wait for MTP keys and values before those are made
-  kMtpWaiting = 128,    // and most that can wait
+  // Columns whose MTP keys and values are made later: most of a wave, and of those that are then
+  // made at a time; how many more than need be are made where there is no room for others; rows
+  // and bytes that the backlog may have.
+  kMtpWaiting = 128,
+  kMtpBatch = 64,
+  kBacklogLeast = 2 * kMtpWaiting,
+  kBacklogMost = 4096,
+  kBacklogBytes = 16 << 20,
   kConvTaps = 4,
   // Of an element, in the unit of parallel(): a sixteenth of a cycle.
   kRoundCost = 4,
@@ -53,8 +59,18 @@ struct Batch {
   int n;
   int32_t *token, *position, *slot;
   int32_t *row;          // index into Backend.rows
+  int32_t *block;        // of the pool, where keys and values go; null: by the table of the slot
   float *cos, *sin;      // [n][rotary_dims / 2]
   const float **hidden;  // MTP: the hidden state before this position
+};
+
+// Committed columns without MTP keys and values (mtp_backlog.cc): a ring of `n` entries from
+// `first` on, those that were dealt with in between included.
+struct Backlog {
+  int room, first, n;
+  int32_t *token, *position, *block, *next;  // [room]; block -1: dealt with
+  float *hidden;                             // [room][hidden_stride]
+  int32_t *of_block;                         // [blocks]
 };
 
 // One row of the wave being run.
@@ -150,14 +166,14 @@ struct Backend {
   bool fault;     // a test asked for it
   RowPlan *rows;  // [slots]
   int n_rows;
-  Batch trunk;   // the wave's columns
-  Batch drafts;  // one column per drafting row
-  Batch
-      waiting;   // committed columns, of this wave and others, that have no MTP keys and values yet
-  Batch *batch;  // which of them runs
-  bool kv_only;  // attention stages stop at keys and values
+  Batch trunk;    // the wave's columns
+  Batch drafts;   // one column per drafting row
+  Batch waiting;  // those of the backlog that are made together
+  Batch *batch;   // which of them runs
+  bool kv_only;   // attention stages stop at keys and values
   bool mtp_late;  // mtp_in has what the MTP layer is to be given of the last wave's columns
-  int mtp_room;   // columns that can wait: kMtpWaiting, or all that a wave can have
+  int mtp_room;   // columns of a wave that can wait: kMtpWaiting, or all that it can have
+  Backlog backlog;
   HeadJob *jobs;  // [wave_columns]
 
   // activation arena; x_stride etc. are multiples of 16
@@ -174,7 +190,6 @@ struct Backend {
   const float *rounded_input;  // whose columns they hold already; null: nobody's
   float *mtp_in;               // [columns][2 * hidden]
   float *chain;                // [columns][hidden], post-norm MTP hidden
-  float *waiting_hidden;       // [kMtpWaiting][hidden], of columns that wait
   float *head_in;              // [kHeadBatch][hidden]
   float *logits;               // [kHeadBatch][vocab]
   float *partials;             // attention tiles of few columns over many keys
@@ -260,9 +275,12 @@ inline int32_t block_of(const Backend *b, int slot, int position) {
   return b->tables[static_cast<size_t>(slot) * b->config->max_blocks_per_slot +
                    position / b->config->block_tokens];
 }
-inline KvPlace kv_place(const Backend *b, int slot, int layer, int position) {
-  return {b->blocks + block_of(b, slot, position) * b->block_bytes + layer * b->kv_layer_bytes,
+inline KvPlace kv_place_in(const Backend *b, int32_t block, int layer, int position) {
+  return {b->blocks + block * b->block_bytes + layer * b->kv_layer_bytes,
           static_cast<size_t>(position % b->config->block_tokens)};
+}
+inline KvPlace kv_place(const Backend *b, int slot, int layer, int position) {
+  return kv_place_in(b, block_of(b, slot, position), layer, position);
 }
 
 // ---- kv_ring.cc
@@ -351,15 +369,28 @@ void stage_mtp_norm(void *context, int layer);
 void stage_mtp_head(void *context, int layer);
 // MTP keys and values of the wave's columns, or the whole layer where a tap asks for it. Before the
 // hidden states of slabs move on. Where nothing in this wave reads them, a prompt's are made by
-// mtp_finish, and a few columns wait until there are some more.
+// mtp_finish; a few columns go into the backlog.
 void mtp_follow(Backend *b);
 void mtp_finish(Backend *b);
-// Whether a column of the slot waits whose entry in its table is one of `n`.
-bool mtp_waits(const Backend *b, int slot, int first_entry, int n);
-// Those of all columns that wait. Before anything reads them, or their blocks change hands.
-void mtp_catch_up(Backend *b);
+// Those of a batch with hidden states.
+void mtp_make(Backend *b, Batch *batch);
 // Drafts for the rows that ask for them.
 void mtp_propose(Backend *b);
+
+// ---- mtp_backlog.cc
+
+// Entries that it has room for, from hidden_stride.
+int backlog_rows(const Backend *b);
+// There is room for mtp_room of them in every wave.
+void backlog_add(Backend *b, const Batch *batch, int column);
+// The positions of a block from `offset` on are written now, or lost.
+void backlog_forget(Backend *b, int block, int offset);
+// What waits of a slot's first positions is made by the next backlog_settle.
+void backlog_gather(Backend *b, int slot, int positions);
+void backlog_settle(Backend *b);
+// Makes what waits of a block; and of the oldest, where there is no room for another wave.
+void backlog_settle_block(Backend *b, int block);
+void backlog_make_room(Backend *b);
 
 // ---- open.cc, backend.cc
 

@@ -207,6 +207,28 @@ def test_mtp_keys_wait_for_a_sequence_that_is_gone(engines: Engines, isa: str, r
     assert row.drafts == follow.run(follow.row(RowKind.LAST, ids[-1:], propose=4)).rows[0].drafts
 
 
+def test_more_mtp_keys_wait_than_there_is_room_for() -> None:
+    """The oldest are made then. The other prompt comes in waves too large to wait, but for its end;
+    a third one takes over the blocks of one of which nothing was ever made."""
+    spec, ids = tiny_spec(), np.random.default_rng(4).integers(0, 199, 4700).astype(np.int32)
+    tensors = tiny_tensors(spec, tiny_arrays(spec), "mixed")
+    sizes = {"slots": 3, "slabs": 3, "blocks": 600, "blocks_per_slot": 300}
+    with Driver(spec, tensors, kv="bf16", **sizes) as driver:
+        found = []
+        gone = driver.begin(2, first_block=0)
+        for at in range(0, 2400, 120):
+            gone.prefill(ids[::-1][at : at + 120])
+        for slot, n in ((0, 120), (1, 160)):
+            stream = driver.begin(slot, sampling=GREEDY, first_block=300 * slot)
+            for at in range(0, len(ids) - 1, n):
+                stream.prefill(ids[at : at + n][: len(ids) - 1 - at])
+            row = driver.wave([stream.row(RowKind.LAST, ids[-1:], propose=5)]).rows[0]
+            stream.position = row.position
+            found.append((row.tokens, row.drafts, stream.images()))
+    assert found[0] == found[1]
+    assert len(found[0][1]) == 5
+
+
 def test_rows_that_draft_beside_each_other(tiny: Driver) -> None:
     """Five rows draft to different depths in one wave, and verify in one: as alone."""
 

@@ -121,11 +121,11 @@ def test_a_context_that_was_asked_for() -> None:
 
 def test_a_ring_takes_room_in_every_slab() -> None:
     """Of the trunk's layers; its KV beside that is int4's."""
-    ring = 4096 * 2 * 2 * (128 + 2 * 2)  # positions, K and V, heads, codes and two scales
-    assert slab_bytes(SPEC, "int8ring_int4", 4096) == SLAB + ring
+    ring = 8192 * 2 * 2 * (128 + 2 * 2)  # positions, K and V, heads, codes and two scales
+    assert slab_bytes(SPEC, "int8ring_int4", 8192) == SLAB + ring
     assert kv_token_bytes(SPEC, "int8ring_int4") == kv_token_bytes(SPEC, "int4_g32")
-    wish = Settings(threads=2, kv="int8ring_int4", kv_ring=4096)
-    assert plan_pools(wish, SPEC, PLENTY).sizes.kv_ring == 4096
+    wish = Settings(threads=2, kv="int8ring_int4", kv_ring=8192)
+    assert plan_pools(wish, SPEC, PLENTY).sizes.kv_ring == 8192
     free = 8 * (SLAB + ring)
     plan_pools(Settings(threads=2, kv="int4_g32"), SPEC, free)
     with pytest.raises(UsageError, match=f"8 sequences take {size(free)}"):
