@@ -19,7 +19,7 @@ from kslserve.sched.spec.price import GUESS, NUMBERS, Prices
 PACE_WAVES = 5  # whose median is the pace
 PROBE = 3  # plain waves that are measured at a time; and before anything is drafted
 PROBE_SOON, PROBE_SELDOM = 16, 96  # waves with drafts between two such times, at first and most
-CLEAR = 1.4  # a gain that a surprise does not undo
+CLEAR = 1.4  # a gain of which it is no matter what exactly waves cost
 STEADY = 1.15  # factor up to which two probes found the same pace
 STEP = 0.1  # most that one measurement moves a figure
 CLIP = 3.0  # drafts are charged with at most so many times what their wave was expected to take
@@ -49,16 +49,18 @@ class _Figure:
 
 class RowCosts:
     """Times of waves of a fixed number of decode rows, by their columns. gain: what the drafts
-    chosen last were to gain: tokens in a time, of those of plain waves."""
+    chosen last were to gain: tokens in a time, of those of plain waves. saved: plain waves that
+    drafts saved since the last probe, which whoever charges for them keeps."""
 
     __slots__ = (
         "_every", "_last", "_least", "_pace", "_plain_ms", "_prices", "_probe", "_table",
-        "_table_until", "_told", "_waves", "gain", "rows",
+        "_table_until", "_told", "_waves", "gain", "rows", "saved",
     )  # fmt: skip
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
         self.gain = 1.0
+        self.saved = 0.0
         self._prices = Prices(rows)
         self._pace = 0.0
         self._last: list[float] = []  # what the last waves took, as plain ones
@@ -153,15 +155,13 @@ class RowCosts:
         if self._waves and 1.0 / STEADY <= ms / before <= STEADY:
             plain = (ms * before) ** 0.5
             agreed = self._prices.correct((n, taken / plain) for n, taken in self._waves)
-            if agreed:
-                self._every = min(2 * self._every, PROBE_SELDOM)
-            elif self.gain < CLEAR:
-                self._every = PROBE_SOON
             self._table_until = 0
             owed = sum(self._prices.excess(n) for n, _ in self._waves) - self._told
         else:
-            self._every = PROBE_SOON
-        self._told = 0.0
+            agreed = False
+        clear = self.saved > (CLEAR - 1.0) * (len(self._waves) + self._told)
+        self._every = min(2 * self._every, PROBE_SELDOM) if agreed or clear else PROBE_SOON
+        self._told = self.saved = 0.0
         self._waves.clear()
         self._plain_ms = self._pace = ms
         self._last = [ms] * PROBE

@@ -3,7 +3,8 @@
 In plain waves: a price of 0.1 means that each of so many further columns takes a tenth of what the
 wave takes without any. Kept for a few numbers of columns, between which it changes little, so that
 few measurements say much. A price that was not measured for long is hoped to have fallen, and
-learnt anew when it is: or what was bad luck would end drafts for ever."""
+learnt anew when it is: or what was bad luck would end drafts for ever. So is, sooner, one above
+that of fewer columns, which have less to share: the machine was slow while it was measured."""
 
 from __future__ import annotations
 
@@ -15,8 +16,10 @@ NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of columns that have a p
 SURE = 3  # measurements of which the median counts; before, the least of them
 HOPE = 0.2  # part by which what was not measured so often is taken lower than it seems
 STALE, HOPES = 256, 4  # waves after which a price is hoped to have fallen by it, and most times
-AGREE = 1.1  # factor up to which a wave took what was expected
+DOUBTFUL = 48  # and after which it is hoped to be no higher than that of fewer columns
+AGREE = 1.1  # factor up to which a wave took what was expected, and prices are alike
 DOUBT = 0.5  # of what fewer measurements than are sure say against a price
+RISE = 1.5  # factor by which a wave may be found to take longer at a time
 GUESS = 0.25  # of the time of a plain wave: what a column of each row is thought to cost at first
 # By numbers of columns, which price is nearest.
 _NEAREST = [
@@ -43,8 +46,8 @@ class Prices:
         hope."""
         i, price = _nearest(n), excess / n
         first = self._first[i]
-        if self.now - self._seen[i] >= STALE:
-            first.clear()
+        if len(first) == SURE and self._stale(i):
+            first[:] = [self._prices[i]]  # what was known has a vote
         if len(first) < SURE:
             first.append(price)
             self._prices[i] = max(median(first) if len(first) == SURE else min(first), 0.0)
@@ -58,7 +61,22 @@ class Prices:
     def sure(self, n: int) -> bool:
         """So many columns, or nearly so, were measured often enough to say what they cost."""
         i = _nearest(n)
-        return len(self._first[i]) == SURE and self.now - self._seen[i] < STALE
+        return len(self._first[i]) == SURE and not self._stale(i)
+
+    def _stale(self, i: int) -> bool:
+        """What is known is to be learnt anew."""
+        unseen = self.now - self._seen[i]
+        return unseen >= STALE or (unseen >= DOUBTFUL and self._stands_out(i))
+
+    def _stands_out(self, i: int) -> bool:
+        return self._prices[i] > AGREE * self._of_fewer(i)
+
+    def _of_fewer(self, i: int) -> float:
+        """The price of the most columns, but fewer, that is sure; the same where there is none."""
+        for fewer in range(i - 1, -1, -1):
+            if len(self._first[fewer]) == SURE:
+                return self._prices[fewer]
+        return self._prices[i]
 
     def correct(self, waves: Iterable[tuple[int, float]]) -> bool:
         """Waves with so many further columns did take so many times what plain ones before and
@@ -71,6 +89,8 @@ class Prices:
             n, known = NUMBERS[i], self._prices[i]
             price = max(median(prices), 0.0)
             off = (1.0 + n * price) / (1.0 + n * known)
+            if off > RISE:
+                price = (RISE * (1.0 + n * known) - 1.0) / n
             agreed = agreed and 1.0 / AGREE <= off <= AGREE
             self._prices[i] += (1.0 if len(prices) >= SURE else DOUBT) * (price - known)
         return agreed
@@ -88,11 +108,13 @@ class Prices:
 
     def _hopeful(self) -> list[tuple[int, float]]:
         """Prices by numbers of columns, with ends; lower where little was measured, or long ago."""
-        known = [
-            (n, self._prices[i] * (1.0 - HOPE) ** min((self.now - self._seen[i]) // STALE, HOPES))
-            for i, n in enumerate(NUMBERS)
-            if len(self._first[i]) == SURE
-        ]
+        known: list[tuple[int, float]] = []
+        for i, n in enumerate(NUMBERS):
+            if len(self._first[i]) == SURE:
+                unseen, price = self.now - self._seen[i], self._prices[i]
+                if unseen >= DOUBTFUL:
+                    price = min(price, self._of_fewer(i))
+                known.append((n, price * (1.0 - HOPE) ** min(unseen // STALE, HOPES)))
         if known:
             first, last = known[0][1], known[-1][1]
         else:

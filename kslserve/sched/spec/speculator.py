@@ -235,6 +235,7 @@ class Speculator:
             excess = costs.observe(columns, ms, done.wave) if columns > rows else 0.0
             if costs.known:
                 saved = charge(costs, done, round, rows, excess, self._wave)
+                costs.saved += saved
                 self._allowance.settle(rows, saved)
         elif done.wave > self._looked + SETTLED:
             owed = costs.plain(ms, done.wave)
