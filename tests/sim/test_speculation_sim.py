@@ -19,7 +19,8 @@ from kslserve.engine.types import RowKind, Wave
 from kslserve.sched.cache.saves import CachePolicy
 from kslserve.sched.scheduler import Job
 from kslserve.sched.spec.cost import PACE_MIN, PROBE
-from kslserve.sched.spec.drafter import Drafter, DraftStats
+from kslserve.sched.spec.drafter import Drafter
+from kslserve.sched.spec.ladder import DraftStats
 from kslserve.sched.spec.policy import SpecPolicy
 from tests.world import SIZES, Recorder, World, job
 

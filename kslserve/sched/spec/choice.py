@@ -55,14 +55,14 @@ class Choice:
             if depths is None:
                 drafter.aim(n, 0, 0, wave)
                 continue
-            drafter.aim(n, depth, min(self._depth, _output_left(sequence) - 2 - n), wave)
+            drafter.aim(n, depth, min(self._depth, output_left(sequence) - 2 - n), wave)
             if decodes:
                 drafter.doze(wave, self._costs.pace)
 
     def always(self, drafting: Items[Candidate], room: int, wave: int) -> None:
         """Have all draft as much as they can."""
         for sequence, drafter, decodes in drafting:
-            left = _output_left(sequence)
+            left = output_left(sequence)
             drafter.offer(min(self._lanes, left - 1, room) if decodes else 0, least=0.0)
             n = len(drafter.survival)
             room -= n
@@ -79,7 +79,7 @@ class Choice:
         survival: list[list[float]] = []
         for sequence, drafter, decodes in drafting:
             # A round gives one token more than it accepts drafts.
-            drafter.offer(min(self._lanes, _output_left(sequence) - 1) if decodes else 0)
+            drafter.offer(min(self._lanes, output_left(sequence) - 1) if decodes else 0)
             survival.append(drafter.survival)
         costs = self._costs.of(rows)
         if not any(survival):
@@ -96,7 +96,7 @@ class Choice:
         if ms is None:
             return None
         chances = [
-            drafter.chances(min(self._depth, _output_left(sequence) - 2))
+            drafter.chances(min(self._depth, output_left(sequence) - 2))
             for sequence, drafter, _ in drafting
         ]
         if not any(chances):
@@ -130,5 +130,5 @@ def _gain(costs: RowCosts) -> float:
     return STAY if costs.gain > 1.0 else GAIN
 
 
-def _output_left(sequence: Sequence) -> int:
+def output_left(sequence: Sequence) -> int:
     return sequence.limit - len(sequence.output)

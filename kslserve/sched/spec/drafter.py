@@ -5,8 +5,6 @@ came true; it offers a chain of drafts for the next wave and learns from what th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 
 from kslserve.engine.types import DRAFT_MAX, RowDone
@@ -21,7 +19,7 @@ from kslserve.sched.spec.acceptance import (
     suffix_survival,
 )
 from kslserve.sched.spec.index import SuffixIndex
-from kslserve.sched.spec.ladder import Ladder
+from kslserve.sched.spec.ladder import DraftStats, Ladder
 from kslserve.sched.spec.patience import Account, Patience, Trial
 
 STRONG = 0.8  # chance of what the index predicts that makes MTP drafts superfluous
@@ -32,40 +30,23 @@ ASLEEP_MAX = 64  # most waves between two looks
 # time; others by far more, from the first time on.
 NEAR, NEAR_MAX, FAR = 6, 4, 8
 TOGETHER = 4  # times at which sequences wake, in the longest of their sleeps
+STANDS = 8  # waves for which a choice stands while all that it drafts comes true
 AGAIN = 32  # waves after which a chain that did not pay is weighed again
 MADE_RATE = 1 / 8  # weight of one round in the part of rounds that gave a draft
-
-
-@dataclass(slots=True)
-class DraftStats:
-    """Of one sequence: drafts verified and accepted, by kind, and the steps of its ladder."""
-
-    ngram: int = 0
-    ngram_accepted: int = 0
-    mtp: int = 0
-    mtp_accepted: int = 0
-    events: list[tuple[int, int, str]] = field(default_factory=list)
-
-    @property
-    def drafted(self) -> int:
-        return self.ngram + self.mtp
-
-    @property
-    def accepted(self) -> int:
-        return self.ngram_accepted + self.mtp_accepted
 
 
 class Drafter:
     """index: None until the first token was sampled, or without n-gram drafts. chain: averages of
     MTP drafts, None without them. held: MTP drafts for the next positions. survival: the offered
     chain; own: how many at its beginning are MTP's. lanes: those of it that the next row verifies;
-    propose: MTP drafts to make after it. asleep_until: the wave at which it is looked at again,
-    since nothing was worth drafting and looking costs time."""
+    propose: MTP drafts to make after it. stands: waves in which the same number may be verified
+    without choosing. asleep_until: the wave at which it is looked at again, since nothing was worth
+    drafting and looking costs time."""
 
     __slots__ = (
-        "_account", "_deeper", "_made", "_offered", "_patience", "_trial", "_vain", "_wait_until",
-        "asleep_until", "chain", "held", "index", "ladder", "lanes", "matches",
-        "own", "propose", "stats", "survival",
+        "_account", "_chosen", "_deeper", "_made", "_offered", "_patience", "_trial", "_vain",
+        "_wait_until", "asleep_until", "chain", "held", "index", "ladder", "lanes", "matches",
+        "own", "propose", "stands", "stats", "survival",
     )  # fmt: skip
 
     def __init__(
@@ -80,7 +61,8 @@ class Drafter:
         self.survival: list[float] = []
         self.own = 0
         self.lanes: list[int] = []
-        self.propose = 0
+        self.propose = self.stands = 0
+        self._chosen = 0  # lanes, where the choice stands
         self._patience = patience
         self._account = Account(patience)
         self._trial = Trial()
@@ -209,6 +191,8 @@ class Drafter:
             self.lanes = self.index.draft(lanes)
         most = max(0, min(most, self.ladder.depth))
         self.propose = depth = min(depth, most)
+        if lanes and not (self.own or depth) and self._sure:
+            self.stands, self._chosen = STANDS, lanes
         trial = self._trial
         if depth:
             trial.end()
@@ -226,6 +210,21 @@ class Drafter:
             trial.drafting()
             self.propose = 1
 
+    @property
+    def _sure(self) -> bool:
+        """The index is as sure of what it predicts as it can be."""
+        return self.index is not None and self.index.length >= MATCHES[-1]
+
+    def again(self, most: int) -> bool:
+        """Verify as many drafts of the index as in the wave before, where all of those came true:
+        nothing else would be chosen. False where that may not be so."""
+        if not (self.stands and self._sure):
+            return False
+        assert self.index is not None
+        self.stands -= 1
+        self.lanes = self.index.draft(min(self._chosen, most))
+        return bool(self.lanes)
+
     def settle(self, saved: float, wave: int) -> None:
         """A wave with drafts of it saved so much, in waves without drafts. Whatever was expected:
         when they have cost too much, there are none for a while."""
@@ -233,6 +232,7 @@ class Drafter:
         if pause:
             self.asleep_until = wave + pause
             self.held = []
+            self.stands = 0
 
     def doze(self, wave: int, pace: int) -> None:
         """It was looked at before this wave: without drafts, sleep for longer and longer, up to
@@ -261,7 +261,7 @@ class Drafter:
     def rest(self) -> None:
         """The next row has no drafts and makes none."""
         self.lanes = []
-        self.propose = 0
+        self.propose = self.stands = 0
 
     # ------------------------------------------------------------ after a wave
 
@@ -272,6 +272,8 @@ class Drafter:
         if lanes:
             own = self.own
             accepted = result.accepted
+            if accepted < len(lanes):
+                self.stands = 0
             stats.mtp += own
             stats.ngram += len(lanes) - own
             stats.mtp_accepted += min(accepted, own)

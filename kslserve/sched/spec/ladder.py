@@ -1,10 +1,12 @@
-"""Ladder: the watchdog of one sequence's drafts. It steps down and never up.
+"""Ladder: the watchdog of one sequence's drafts, which steps down and never up; and their counts.
 
 Whatever the plan expects, rounds whose drafts keep failing shorten the chains of the sequence, and
 in the end it decodes plainly; a round that failed in the engine ends its drafts at once. The next
 request starts at the top."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 KEEP = 0.75  # weight of the past in the average of accepted drafts
 LOW = 0.3  # accepted drafts per round below which the ladder is stepped down
@@ -45,3 +47,22 @@ class Ladder:
         self.events.append((self.rounds, depth, why))
         self._since = 0
         self._average = 1.0
+
+
+@dataclass(slots=True)
+class DraftStats:
+    """Of one sequence: drafts verified and accepted, by kind, and the steps of its ladder."""
+
+    ngram: int = 0
+    ngram_accepted: int = 0
+    mtp: int = 0
+    mtp_accepted: int = 0
+    events: list[tuple[int, int, str]] = field(default_factory=list)
+
+    @property
+    def drafted(self) -> int:
+        return self.ngram + self.mtp
+
+    @property
+    def accepted(self) -> int:
+        return self.ngram_accepted + self.mtp_accepted

@@ -22,7 +22,7 @@ from kslserve.sched.spec.acceptance import (
 )
 from kslserve.sched.spec.allowance import Allowance
 from kslserve.sched.spec.charge import charge, drafts_took
-from kslserve.sched.spec.choice import Candidate, Choice
+from kslserve.sched.spec.choice import Candidate, Choice, output_left
 from kslserve.sched.spec.cost import PACE_MAX, WaveCosts
 from kslserve.sched.spec.drafter import ASLEEP_MAX, Drafter
 from kslserve.sched.spec.oracle import Oracle
@@ -95,8 +95,11 @@ class Speculator:
         self._wave = wave
         rows = len(sequences)
         plain = not self.policy.always and self.costs.of(rows).plain_due
-        least = self._least(rows)
         pause = 0 if self.policy.always else self._allowance.waves(rows, wave)
+        if not (plain or pause) and self._stands(sequences):
+            self._looked = wave
+            return True
+        least = self._least(rows)
         if min(least) >= 1.0:
             pause = PACE_MAX  # beside so many rows no draft is worth its column, however sure it is
         drafting: list[Candidate] = []
@@ -122,6 +125,20 @@ class Speculator:
         if not found and not self.policy.always:
             self.costs.looked(1e3 * (self._clock() - begun), self.costs.of(rows).ms(rows))
         return found
+
+    def _stands(self, sequences: Items[Sequence]) -> bool:
+        """Have all verify as many drafts as in the wave before, if nothing else would be chosen:
+        choosing takes a part of a wave that counts."""
+        for sequence in sequences:
+            if sequence.drafter is None or not sequence.drafter.stands:
+                return False
+        for sequence in sequences:
+            drafter = sequence.drafter
+            assert drafter is not None
+            drafter.read(sequence)
+            if not drafter.again(output_left(sequence) - 1):
+                return False
+        return True
 
     def awake(self, sequences: Items[Sequence], wave: int) -> bool:
         """Whether any of them may draft in that wave."""

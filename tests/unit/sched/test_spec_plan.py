@@ -26,7 +26,7 @@ from kslserve.sched.spec.acceptance import (
     suffix_survival,
 )
 from kslserve.sched.spec.depth import GAIN, choose_depths, choose_lanes
-from kslserve.sched.spec.drafter import NEAR_MAX, STRONG, Drafter
+from kslserve.sched.spec.drafter import NEAR_MAX, STANDS, STRONG, Drafter
 from kslserve.sched.spec.index import SuffixIndex
 from kslserve.sched.spec.ladder import ROUNDS, Ladder
 from kslserve.sched.spec.patience import PAUSE_FIRST, PAUSE_LAST, TRIAL_FIRST, Patience
@@ -234,6 +234,50 @@ def test_no_chain_is_made_beside_a_sure_match(repeats: int, first: bool) -> None
     assert drafter.chances(3)
     drafter.index = SuffixIndex(np.array([1, 2, 3, 4] * repeats, np.int32))
     assert bool(drafter.chances(3)) is not first
+
+
+def test_a_choice_stands_while_all_comes_true() -> None:
+    period = list(range(40))
+    text = np.array(period * 3, np.int32)
+
+    def chosen(history: np.ndarray, lanes: int) -> Drafter:
+        drafter = Drafter(Averages(MATCH_PRIOR), None, Patience(), 15)
+        drafter.index = SuffixIndex(history)
+        drafter.offer(15)
+        drafter.aim(lanes, 0, 0, 1)
+        return drafter
+
+    def verify(drafter: Drafter, accepted: int) -> None:
+        """So many of the drafts of a row come true, and what follows them."""
+        assert drafter.index is not None
+        tokens = drafter.index.draft(accepted + 1)
+        drafter.learn(RowDone(0, tuple(tokens), accepted + 1, accepted))
+        drafter.index.extend(tokens)
+
+    drafter = chosen(text, 7)
+    for turn in range(STANDS):
+        verify(drafter, 7)
+        assert drafter.again(20)
+        at = 8 * (turn + 1) % 40
+        assert drafter.lanes == [*period, *period][at : at + 7]
+    verify(drafter, 7)
+    assert not drafter.again(20)
+    drafter = chosen(text, 7)
+    verify(drafter, 7)
+    assert drafter.again(3)
+    assert len(drafter.lanes) == 3
+    # Not where one failed, where more may be sure than was, and where drafts are suspended.
+    drafter = chosen(text, 7)
+    verify(drafter, 6)
+    assert not drafter.again(20)
+    drafter = chosen(text[: 40 + MATCHES[-1] - 1], 7)
+    verify(drafter, 7)
+    assert not drafter.again(20)
+    drafter = chosen(text, 7)
+    verify(drafter, 7)
+    for _ in range(2):
+        drafter.settle(-10.0, 1)
+    assert not drafter.again(20)
 
 
 def test_chains_that_are_cut_off_at_once_promise_little() -> None:
