@@ -50,6 +50,23 @@ float *in_floats(const Backend *b, int layer) {
   return normed_floats(b, w.full.in, layer < b->spec->layers ? nullptr : &w.full.kv);
 }
 
+// Whether the product that reads a norm makes it.
+bool makes_norm(const Backend *b, const Group &group) {
+  return !b->taps && b->hidden_split.groups == 0 &&
+         takes_norm(b->device, group, b->spec->hidden, b->batch.n);
+}
+// The norm that is left for this product; null: it has been made.
+const InputNorm *owed_norm(Backend *b) {
+  const bool owed = b->norm_owed;
+  b->norm_owed = false;
+  return owed ? &b->norm : nullptr;
+}
+// Of the trunk's layers: the product behind a mixer's or the MLP's.
+const Group *in_group(const Backend *b, int layer) {
+  const LayerWeights &w = b->layers[layer];
+  return w.kind == KSL_LAYER_FULL ? &w.full.in : &w.linear.in;
+}
+
 void run_norm(Backend *b, const NormArgs &a) {
   if (a.split.data != nullptr && a.split.groups > 0)
     panel_norm(&b->device, a, b->batch.n);
@@ -78,7 +95,8 @@ const int32_t *short_columns(const Backend *b, int *n) {
 void stage_embed(void *context, int) {
   Backend *b = static_cast<Backend *>(context);
   embed(&b->device, b->embedding, b->batch, b->x, b->hidden_stride);
-  b->normed_ready = false;
+  b->normed_ready = b->norm_owed = false;
+  b->residual = b->x;
 }
 
 void stage_in_norm(void *context, int layer) {
@@ -96,7 +114,7 @@ void stage_gdn_project(void *context, int layer) {
                             {b->gate_b, b->head_stride, 0},
                             {b->gate_a, b->head_stride, 0}};
   gemm_group(&b->device, b->layers[layer].linear.in, b->normed, b->hidden_stride,
-             in_split(b, layer), outputs, nullptr, b->batch.n);
+             in_split(b, layer), outputs, nullptr, b->batch.n, owed_norm(b));
 }
 
 ConvArgs conv_args(Backend *b, const LinearWeights &w, int linear) {
@@ -260,20 +278,33 @@ void stage_gdn_scan(void *context, int layer) {
   if (b->n_chunks > 0) scan_chunks(b, w, a);
 }
 
-// A product that is added to x, and the norm that follows. The wide kernels add it themselves.
+// A product that is added to x, and the norm that follows, which `reader` makes if it can. The wide
+// kernels add it themselves.
 void out_and_norm(Backend *b, const Group &group, const float *x, int x_stride, const Split &split,
-                  const float *gain, float *out, const Split &out_split, bool zero_first) {
+                  const float *gain, float *out, const Split &out_split, bool zero_first,
+                  const Group *reader) {
   const bool whole = split.groups > 0 && group.n_packed > 0 && !b->taps;
   const Output output = {whole ? b->x : b->partials, b->hidden_stride, b->partial_stride, whole};
   gemm_group(&b->device, group, x, x_stride, split, &output, nullptr, b->batch.n);
+  // Products of many tokens are whole.
+  Slices slices = {1, false};
+  if (group.n_packed > 0 && split.groups == 0) slices = slices_of(group.packed[0], b->batch.n);
+  if (reader != nullptr && !slices.pairs && makes_norm(b, *reader)) {
+    float *sum = b->residual == b->x ? b->mixed : b->x;
+    b->norm = {b->residual, b->partials,       sum,  b->hidden_stride, b->spec->hidden,
+               slices.n,    b->partial_stride, gain, b->spec->norm_eps};
+    b->residual = sum;
+    b->norm_owed = true;
+    return;
+  }
   NormArgs a = {};
   a.x = b->x;
+  a.from = b->residual;
+  b->residual = b->x;
   a.stride = b->hidden_stride;
   a.width = b->spec->hidden;
   a.add = whole ? nullptr : b->partials;
-  // Products of many tokens are whole.
-  a.slices = {1, false};
-  if (group.n_packed > 0 && split.groups == 0) a.slices = slices_of(group.packed[0], b->batch.n);
+  a.slices = slices;
   a.slice_stride = b->partial_stride;
   a.added = b->taps ? b->mixed : nullptr;
   a.gain = gain;
@@ -289,7 +320,7 @@ void stage_gdn_out(void *context, int layer) {
   Backend *b = static_cast<Backend *>(context);
   const LayerWeights &w = b->layers[layer];
   out_and_norm(b, w.linear.out, b->gated, b->value_stride, b->value_split, w.post_norm,
-               normed_floats(b, w.gate_up), normed_split(b, w.gate_up), false);
+               normed_floats(b, w.gate_up), normed_split(b, w.gate_up), false, &w.gate_up);
 }
 
 void stage_attn_project(void *context, int layer) {
@@ -300,7 +331,8 @@ void stage_attn_project(void *context, int layer) {
   const Output all[] = {q, kv[0], kv[1]};
   const Split split = in_split(b, layer);
   if (layer < b->spec->layers) {
-    gemm_group(&b->device, w.in, b->normed, b->hidden_stride, split, all, nullptr, b->batch.n);
+    gemm_group(&b->device, w.in, b->normed, b->hidden_stride, split, all, nullptr, b->batch.n,
+               owed_norm(b));
     return;
   }
   gemm_group(&b->device, w.kv, b->normed, b->hidden_stride, split, kv, nullptr, b->batch.n);
@@ -420,7 +452,7 @@ void stage_attn_out(void *context, int layer) {
   Backend *b = static_cast<Backend *>(context);
   const LayerWeights &w = b->layers[layer];
   out_and_norm(b, w.full.out, b->attn_gated, b->query_stride, b->query_split, w.post_norm,
-               normed_floats(b, w.gate_up), normed_split(b, w.gate_up), false);
+               normed_floats(b, w.gate_up), normed_split(b, w.gate_up), false, &w.gate_up);
 }
 
 void stage_mlp(void *context, int layer) {
@@ -434,7 +466,7 @@ void stage_mlp(void *context, int layer) {
                             {parts ? b->mlp_up : nullptr, b->mlp_stride, 0}};
   const PairOutput act = {floats ? b->mlp_act : nullptr, b->mlp_stride, act_split};
   gemm_group(&b->device, w.gate_up, b->normed, b->hidden_stride, normed_split(b, w.gate_up),
-             outputs, &act, b->batch.n);
+             outputs, &act, b->batch.n, owed_norm(b));
   if (!pair)
     mlp_act(&b->device, b->mlp_gate, b->mlp_up, b->mlp_act, b->mlp_stride, b->spec->intermediate,
             act_split, b->batch.n);
@@ -449,6 +481,7 @@ void stage_mlp_down(void *context, int layer) {
   float *out = b->final;
   Split split = kNoSplit;
   const bool inner = layer + 1 < s->layers;
+  const Group *reader = nullptr;
   if (layer == s->layers) {
     gain = b->mtp_norm;
     out = b->chain;
@@ -456,9 +489,10 @@ void stage_mlp_down(void *context, int layer) {
     gain = b->layers[layer + 1].in_norm;
     out = in_floats(b, layer + 1);
     split = in_split(b, layer + 1);
+    reader = in_group(b, layer + 1);
   }
   out_and_norm(b, w.down, b->mlp_act, b->mlp_stride, b->mlp_split, gain, out, split,
-               layer == s->layers);
+               layer == s->layers, reader);
   b->normed_ready = inner;
 }
 
@@ -492,7 +526,8 @@ void stage_mtp_input(void *context, int) {
   const Output output = {b->x, b->hidden_stride, 0};
   gemm_group(&b->device, b->mtp_fc, b->mtp_in, b->mtp_stride, b->mtp_split, &output, nullptr,
              b->batch.n);
-  b->normed_ready = false;
+  b->normed_ready = b->norm_owed = false;
+  b->residual = b->x;
 }
 
 void stage_mtp_head(void *context, int) {
@@ -642,6 +677,7 @@ void norm_columns(Backend *b, const float *gain, float *out, const Split &split,
                   bool zero_first) {
   NormArgs a = {};
   a.x = b->x;
+  a.from = b->x;
   a.stride = b->hidden_stride;
   a.width = b->spec->hidden;
   a.add = residual ? b->partials : nullptr;

@@ -108,6 +108,24 @@ int main() {
   if (beside + (41 + 2) * 1024 > rooms[0].processor_bytes) failures++;
   if (beside < ksl::stream_least(rooms[0])) failures++;
   if (ksl::stream_most_beside(rooms[1]) != 0) failures++;
+  // Of the 27B model whatever reads a norm makes it, and what is cut into slices does not; nothing
+  // does where blocks have no room beside them.
+  for (const Matrix &m : {Matrix{16384, 5120, false}, Matrix{14336, 5120, false},
+                          Matrix{34816, 5120, false}, Matrix{5120, 17408, true}}) {
+    for (const int weights : {kBlocks[0], kBlocks[1]}) {
+      for (int tokens = 1; tokens <= ksl::kNormTokens; tokens++) {
+        for (const Room &room : rooms) {
+          const int supers = m.cols / 256;
+          const Shares s = ksl::choose_shares(m.rows / 16, supers, weights, m.summed, room);
+          const bool made = ksl::stream_makes_norm(s, weights, supers, true, tokens, room);
+          check(made == (!m.summed && &room == &rooms[0]), "makes its norm", m, room);
+        }
+      }
+    }
+  }
+  // A block writes one run of the new residual.
+  if (ksl::stream_makes_norm({1, 2, 1, 3}, kBlocks[1], 4, false, 1, rooms[0])) failures++;
+  if (!ksl::stream_makes_norm({1, 2, 1, 4}, kBlocks[1], 4, false, 1, rooms[0])) failures++;
   if (failures > 0) fprintf(stderr, "%d failures\n", failures);
   return failures > 0 ? 1 : 0;
 }

@@ -80,6 +80,17 @@ inline Scaled scaled_of(const Split &split) {
 // Whether the device has them.
 bool block_scaled_runs(const Device &device, int major);
 
+// The norm of a residual to which slices of a product are added. Every block of the product that
+// reads it makes it for itself, which takes less than a kernel between the two.
+struct InputNorm {
+  const float *residual, *add;  // [tokens][stride]; slices of it
+  float *sum;  // where the new residual goes: not where the old one is, others may be reading that
+  int stride, width, slices;
+  int64_t slice_stride;
+  const float *gain;  // null: there is none
+  float eps;
+};
+
 // What a pair writes beside gate and up.
 struct PairOutput {
   float *act;  // null: not wanted
@@ -100,9 +111,12 @@ inline float packed_inverse(int encoding) {
 
 // Runs every matrix of the group. x: float32 input of the plain ones; split: of the packed ones.
 // outputs: by matrix, of a group with slices one behind the other. pair: where the act of a gate
-// and up group goes.
+// and up group goes. norm: null, or made of the residual instead of reading x and split.
 void gemm_group(Device *device, const Group &group, const float *x, int x_stride,
-                const Split &split, const Output *outputs, const PairOutput *pair, int tokens);
+                const Split &split, const Output *outputs, const PairOutput *pair, int tokens,
+                const InputNorm *norm = nullptr);
+// Whether it can be.
+bool takes_norm(const Device &device, const Group &group, int width, int tokens);
 
 // Whether x is read for such a split.
 bool plain_reads_floats(const Group &group, const Split &split);

@@ -54,7 +54,8 @@ void scaled_product(Device *device, const Packed &m, const Panel &from, const Sc
 void quantize_panel(Device *device, const Panel &from, const Panel8 &to, int pieces, int tokens);
 
 void gemm_group(Device *device, const Group &group, const float *x, int x_stride,
-                const Split &split, const Output *outputs, const PairOutput *pair, int tokens) {
+                const Split &split, const Output *outputs, const PairOutput *pair, int tokens,
+                const InputNorm *norm) {
   Raw plain[kGroupParts], dense[kGroupParts];
   Output plain_out[kGroupParts], dense_out[kGroupParts];
   int n_plain = 0, n_dense = 0;
@@ -89,16 +90,24 @@ void gemm_group(Device *device, const Group &group, const float *x, int x_stride
       wide_product(device, m, panel_of(split), outputs, pair, tokens);
     } else {
       if (m.encoding == KSL_ENC_E2M3)
-        stream_e2m3(device, m, split, outputs, pair, rows, tokens);
+        stream_e2m3(device, m, split, outputs, pair, rows, tokens, norm);
       else if (m.encoding == KSL_ENC_BF16)
-        stream_bf16(device, m, split, outputs, pair, rows, tokens);
+        stream_bf16(device, m, split, outputs, pair, rows, tokens, norm);
       else
-        stream_nvfp4(device, m, split, outputs, pair, rows, tokens);
+        stream_nvfp4(device, m, split, outputs, pair, rows, tokens, norm);
       rows.n = 0;  // the first of them takes these along
     }
   }
   if (rows.n > 0) run_plain(device, rows);
   if (n_dense > 0) run_dense(device, dense, dense_out, n_dense, x, x_stride, tokens);
+}
+
+bool takes_norm(const Device &device, const Group &group, int width, int tokens) {
+  if (tokens > kNormTokens || group.n_packed != 1) return false;
+  const Packed &m = group.packed[0];
+  return m.encoding != KSL_ENC_BF16 && m.cols == width &&
+         stream_makes_norm(m.joined, packed_block_bytes(m.encoding), m.supers, group.n_plain > 0,
+                           tokens, device.room);
 }
 
 bool plain_reads_floats(const Group &group, const Split &split) {

@@ -47,8 +47,8 @@ __device__ inline void eight_values(const Raw &m, int64_t row, int k, float (&w)
 
 // Activations are padded to 16 zeros, so whole eights may be read.
 template <int kEncoding, int kTokens, int kUnroll>
-__device__ inline void plain_dot(const PlainArgs &a, const Raw &m, int64_t row, int token, int lane,
-                                 float (&sum)[kTokens]) {
+__device__ inline void plain_dot(const PlainArgs &a, const float *from, const Raw &m, int64_t row,
+                                 int token, int lane, float (&sum)[kTokens]) {
   constexpr bool kHot = kEncoding == KSL_ENC_BF16 || kEncoding == KSL_ENC_F32;
 #pragma unroll kHot ? kUnroll : 1
   for (int k = lane * 8; k < m.cols; k += 256) {
@@ -58,7 +58,7 @@ __device__ inline void plain_dot(const PlainArgs &a, const Raw &m, int64_t row, 
     for (int t = 0; t < kTokens; t++) {
       const int at = token + t < a.tokens ? token + t : a.tokens - 1;
       const float4 *x =
-          reinterpret_cast<const float4 *>(a.x + static_cast<int64_t>(at) * a.x_stride + k);
+          reinterpret_cast<const float4 *>(from + static_cast<int64_t>(at) * a.x_stride + k);
       const float4 low = x[0], high = x[1];
       sum[t] = fmaf(w[0], low.x, sum[t]);
       sum[t] = fmaf(w[1], low.y, sum[t]);
@@ -73,9 +73,10 @@ __device__ inline void plain_dot(const PlainArgs &a, const Raw &m, int64_t row, 
 }
 
 // Row `item` of all for tokens [token, token + kTokens). kUnroll: rounds whose loads are in flight
-// together.
+// together; from: read instead of a.x.
 template <int kTokens, int kUnroll = 4>
-__device__ inline void plain_row(const PlainArgs &a, int item, int token, int lane) {
+__device__ inline void plain_row(const PlainArgs &a, const float *from, int item, int token,
+                                 int lane) {
   if (item >= a.first_row[a.n]) return;
   int which = 0;
   while (item >= a.first_row[which + 1]) which++;
@@ -84,19 +85,19 @@ __device__ inline void plain_row(const PlainArgs &a, int item, int token, int la
   float sum[kTokens] = {};
   switch (m.encoding) {
     case KSL_ENC_F32:
-      plain_dot<KSL_ENC_F32, kTokens, kUnroll>(a, m, row, token, lane, sum);
+      plain_dot<KSL_ENC_F32, kTokens, kUnroll>(a, from, m, row, token, lane, sum);
       break;
     case KSL_ENC_BF16:
-      plain_dot<KSL_ENC_BF16, kTokens, kUnroll>(a, m, row, token, lane, sum);
+      plain_dot<KSL_ENC_BF16, kTokens, kUnroll>(a, from, m, row, token, lane, sum);
       break;
     case KSL_ENC_FP8:
-      plain_dot<KSL_ENC_FP8, kTokens, kUnroll>(a, m, row, token, lane, sum);
+      plain_dot<KSL_ENC_FP8, kTokens, kUnroll>(a, from, m, row, token, lane, sum);
       break;
     case KSL_ENC_E2M3:
-      plain_dot<KSL_ENC_E2M3, kTokens, kUnroll>(a, m, row, token, lane, sum);
+      plain_dot<KSL_ENC_E2M3, kTokens, kUnroll>(a, from, m, row, token, lane, sum);
       break;
     default:
-      plain_dot<KSL_ENC_NVFP4, kTokens, kUnroll>(a, m, row, token, lane, sum);
+      plain_dot<KSL_ENC_NVFP4, kTokens, kUnroll>(a, from, m, row, token, lane, sum);
   }
   const Output &to = a.outputs[which];
 #pragma unroll
@@ -105,6 +106,11 @@ __device__ inline void plain_row(const PlainArgs &a, int item, int token, int la
     if (lane == 0 && token + t < a.tokens)
       to.y[static_cast<int64_t>(token + t) * to.stride + row] = total;
   }
+}
+
+template <int kTokens, int kUnroll = 4>
+__device__ inline void plain_row(const PlainArgs &a, int item, int token, int lane) {
+  plain_row<kTokens, kUnroll>(a, a.x, item, token, lane);
 }
 
 // Brings row `item` into L2, where that is what is stored.
@@ -121,10 +127,11 @@ __device__ inline void plain_ahead(const PlainArgs &a, int item) {
 
 // The kernels of stream.cuh. plain: rows that read the same input and are computed beside it.
 void stream_e2m3(Device *device, const Packed &m, const Split &x, const Output *outputs,
-                 const PairOutput *pair, const PlainArgs &plain, int tokens);
+                 const PairOutput *pair, const PlainArgs &plain, int tokens, const InputNorm *norm);
 void stream_nvfp4(Device *device, const Packed &m, const Split &x, const Output *outputs,
-                  const PairOutput *pair, const PlainArgs &plain, int tokens);
+                  const PairOutput *pair, const PlainArgs &plain, int tokens,
+                  const InputNorm *norm);
 void stream_bf16(Device *device, const Packed &m, const Split &x, const Output *outputs,
-                 const PairOutput *pair, const PlainArgs &plain, int tokens);
+                 const PairOutput *pair, const PlainArgs &plain, int tokens, const InputNorm *norm);
 
 }  // namespace ksl

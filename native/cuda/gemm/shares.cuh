@@ -17,6 +17,8 @@ constexpr int kFewTokens = 4;  // of a wave whose blocks may join two slices
 constexpr int kSmallStreamWarps = 12;
 constexpr int kSuperBytes = 4096;  // the activations of eight tokens beside a block of weights
 
+constexpr int kNormTokens = 2;  // of a wave whose products make the norms that they read
+
 // How a stream kernel's block is cut, see stream.cuh. ways and slices are part of the numerics.
 struct Shares {
   int set_tiles, ways, slices, shares;
@@ -32,7 +34,8 @@ constexpr int64_t stream_most(const Room &room) {
   return most < room.block_bytes ? most : room.block_bytes;
 }
 
-// What stream_few_beside takes at most, of a device with as much as sm_90 has; of others nothing.
+// What blocks that leave room for others take at most, of a device with as much as sm_90 has; of
+// other devices nothing.
 constexpr int64_t stream_most_beside(const Room &room) {
   return room.block_bytes > kSmallRoom ? room.processor_bytes - 48 * 1024 : 0;
 }
@@ -48,6 +51,20 @@ constexpr int64_t stream_many_bytes(const Shares &s, int weights, int stages, in
   const int64_t part = s.set_tiles * weights + groups * kSuperBytes;
   return stages * (s.ways * part + 16) + static_cast<int64_t>((s.set_tiles + tiles - 1) / tiles) *
                                              (s.ways - 1) * tiles * groups * 512;
+}
+
+// Whether the blocks of a product make the norm of what it reads, `runs` times 256 elements of each
+// token: a warp has a run, and all but one, which fetches, take part; a block writes one of the new
+// residual. floats: plain rows read it.
+constexpr int64_t stream_normed_bytes(const Shares &s, int weights, int stages, int runs,
+                                      bool floats, int tokens) {
+  return stream_few_bytes(s, weights, stages, runs, tokens) +
+         (floats ? static_cast<int64_t>(runs) * tokens * 1024 : 0);
+}
+constexpr bool stream_makes_norm(const Shares &s, int weights, int runs, bool floats, int tokens,
+                                 const Room &room) {
+  return s.slices == 1 && runs <= kMaxStreamWarps + 1 && runs <= s.shares &&
+         stream_normed_bytes(s, weights, 2, runs, floats, tokens) <= stream_most_beside(room);
 }
 
 // Whether the largest of them has two stages.

@@ -8,8 +8,11 @@
 //
 // Weights do not depend on the kernel in front: what fits into the rings is fetched before waiting
 // for it.
+//
+// Of one and two tokens the norm that they read is made by every block for itself: make_norm.
 #pragma once
 #include "../common/bulk.cuh"
+#include "../norm/run.cuh"
 #include "expand.cuh"
 #include "plain.cuh"
 
@@ -21,9 +24,12 @@ namespace {
 constexpr int kBoundWarps = kSmallStreamWarps;
 // Sums whose scales registers do not hold until they are wanted; where sums are kept twice.
 constexpr int kScalesLate = 8, kScalesLateTwice = 8;
+// Nothing fits beside a block, see stream_most_beside.
+constexpr bool kHasRoom = false;
 #else
 constexpr int kBoundWarps = kMaxStreamWarps;
 constexpr int kScalesLate = 9, kScalesLateTwice = 4;
+constexpr bool kHasRoom = true;
 #endif
 
 struct StreamArgs {
@@ -39,10 +45,12 @@ struct StreamArgs {
   Output outputs[kGroupParts];  // by part
   const uint8_t *x;             // of a Split
   int64_t group_bytes;          // from eight tokens to the next eight
-  float x_inverse;
+  float x_inverse, x_scale;
   int tokens;
   bool paired;
   PairOutput pair;
+  InputNorm norm;   // made instead of reading x if it has a gain
+  int norm_warps;   // of a block, that make it
   PlainArgs plain;  // rows that the last warps of the blocks take
 };
 
@@ -248,18 +256,74 @@ __device__ inline void take_few_plain(const StreamArgs &a, int lane) {
     plain_row<kTokens, 1>(a.plain, row, 0, lane);
 }
 
-// Stages that stream_few_beside fills before it waits: loads of the kernel in front, for which it
-// waits, would stand in line behind more.
+// In place of a copy of x: warp `run` of a.norm_warps makes that run of 256 elements of the norm,
+// with the bits of norm.cu. floats: where plain rows read it, if there are any. loaded: it arrives
+// there when it has read everything.
+template <int kTokens>
+__device__ inline void make_norm(const StreamArgs &a, int run, int lane, unsigned loaded,
+                                 uint8_t *x, float *floats) {
+  __shared__ float squares[kTokens][32];
+  const InputNorm &n = a.norm;
+  const int i = (run * 32 + lane) * kRun;
+  const bool inside = i < n.width;
+  float v[kTokens][kRun] = {};
+  if (inside) asm volatile("prefetch.global.L1 [%0];" ::"l"(n.gain + i));
+  wait_before();
+#pragma unroll
+  for (int t = 0; t < kTokens; t++) {
+    if (inside) {
+      const int64_t at = static_cast<int64_t>(t) * n.stride + i;
+      float y[kRun];
+      load8(n.residual + at, v[t]);
+      load8(n.add + at, y);
+#pragma unroll 1
+      for (int slice = 1; slice < n.slices; slice++) add8(n.add + slice * n.slice_stride + at, y);
+#pragma unroll
+      for (int k = 0; k < kRun; k++) v[t][k] += y[k];
+      if (run == static_cast<int>(blockIdx.x)) store8(n.sum + at, v[t]);
+    }
+    const float square = warp_sum(add_squares(v[t], i, n.width, 0.0f));
+    if (lane == 0) squares[t][run] = square;
+  }
+  if (lane == 0) bulk_arrive(loaded);
+  const int threads = a.norm_warps * 32, runs = a.supers;
+  asm volatile("bar.sync 2, %0;" ::"r"(threads) : "memory");
+#pragma unroll
+  for (int t = 0; t < kTokens; t++) {
+    float square = 0;
+    for (int w = 0; w < runs; w++) square += squares[t][w];
+    const float r = norm_factor(square, n.width, n.eps);
+    float gain[kRun] = {};
+    if (inside) load8(n.gain + i, gain);
+#pragma unroll
+    for (int k = 0; k < kRun; k++) v[t][k] = i + k < n.width ? v[t][k] * r * gain[k] : 0.0f;
+    if (run >= runs) continue;
+    alignas(16) __half2 halves[kRun / 2];
+#pragma unroll
+    for (int k = 0; k < kRun; k += 2)
+      halves[k / 2] = __halves2half2(__float2half_rn(v[t][k] * a.x_scale),
+                                     __float2half_rn(v[t][k + 1] * a.x_scale));
+    reinterpret_cast<uint4 *>(
+        x)[((i >> 6) * 2 + (i >> 3 & 1)) * kTokens * 4 + t * 4 + (i >> 4 & 3)] =
+        *reinterpret_cast<const uint4 *>(halves);
+    if (a.plain.n > 0 && i < a.plain.x_stride) store8(floats + t * a.plain.x_stride + i, v[t]);
+  }
+  asm volatile("bar.sync 2, %0;" ::"r"(threads) : "memory");
+}
+
+// Stages that blocks beside others fill before they wait: loads of the kernel in front, for which
+// they wait, and those of a norm, would stand in line behind more.
 constexpr int kStagesAhead = 2;
 
 // Up to kTokens tokens: the activations of the slice stay in shared memory, and a ring, which one
 // warp fills, has a block of weights for every tile and way of a set in each stage. The others have
 // a tile each, or one of its ways, and do little beside products: the kernel takes as long as their
 // instructions do.
-template <int kEncoding, int kTokens, bool kBeside>
+template <int kEncoding, int kTokens, bool kBeside, bool kNorm>
 __device__ inline void few(const StreamArgs &a) {
   constexpr int kBytes = Expand<kEncoding>::kBytes;
   constexpr int kLanes = kTokens * 4, kPart = kLanes * 16;
+  __shared__ uint64_t loaded;  // kNorm: what the norm is made of
   extern __shared__ __align__(128) uint8_t memory[];
   allow_next();
   const int lane = pinned_lane(), warp = threadIdx.x >> 5;
@@ -270,10 +334,25 @@ __device__ inline void few(const StreamArgs &a) {
       bulk_barrier(barriers + i * 16, 1);
       bulk_barrier(barriers + i * 16 + 8, warps);
     }
+    if (kNorm) bulk_barrier(shared_at(&loaded), a.norm_warps);
     bulk_barriers_made();
   }
   __syncthreads();
-  if (warp > warps) {
+  // x; [set_tiles][ways - 1][4][32]: sums of the ways but the first; kNorm: what plain rows read
+  uint8_t *x = memory + stages * (stage + 16);
+  if constexpr (kNorm) {
+    if (warp != warps) {
+      const bool plain = warp == warps + 1 && a.plain.n > 0;
+      if (plain && lane == 0) plain_ahead(a.plain, blockIdx.x);
+      float *floats =
+          reinterpret_cast<float *>(x + a.supers * 8 * kPart + a.set_tiles * (a.ways - 1) * 512);
+      make_norm<kTokens>(a, warp - (warp > warps), lane, shared_at(&loaded), x, floats);
+      if (plain)
+        for (int row = blockIdx.x; row < a.plain.first_row[a.plain.n]; row += gridDim.x)
+          plain_row<kTokens, 1>(a.plain, floats, row, 0, lane);
+    }
+    if (warp > warps) return;
+  } else if (warp > warps) {
     if constexpr (kBeside)
       take_few_plain<kTokens>(a, lane);
     else
@@ -295,7 +374,12 @@ __device__ inline void few(const StreamArgs &a) {
       const bool has_tile = lane < warps && set + slot < share.last;
 #pragma unroll 1
       for (int i = 0; i < steps; i++) {
-        if (kBeside && ahead++ == kStagesAhead) wait_before();
+        if (kBeside && ahead++ == kStagesAhead) {
+          if (kNorm)
+            bulk_wait(shared_at(&loaded), 0);
+          else
+            wait_before();
+        }
         const bool there = has_tile && i < n;
         const int blocks = __popc(__ballot_sync(kAll, there));
         const unsigned full = barriers + place * 16;
@@ -317,14 +401,14 @@ __device__ inline void few(const StreamArgs &a) {
   const int way = warp % a.ways, slot = warp / a.ways;
   const Chain chain(a, share, way);
   const int n = chain.n;
-  uint8_t *x = memory + stages * (stage + 16);
-  // [set_tiles][ways - 1][4][32]: sums of the ways but the first
   float *others = reinterpret_cast<float *>(x + share.range * 8 * kPart);
-  wait_before();
-  for (int i = threadIdx.x; i < share.range * 8 * kLanes; i += warps * 32)
-    reinterpret_cast<uint4 *>(x)[i] =
-        reinterpret_cast<const uint4 *>(a.x)[(share.begin * 8 + i / kLanes) * 32 + i % kLanes];
-  meet(warps);
+  if constexpr (!kNorm) {
+    wait_before();
+    for (int i = threadIdx.x; i < share.range * 8 * kLanes; i += warps * 32)
+      reinterpret_cast<uint4 *>(x)[i] =
+          reinterpret_cast<const uint4 *>(a.x)[(share.begin * 8 + i / kLanes) * 32 + i % kLanes];
+    meet(warps);
+  }
   x += chain.skip * 8 * kPart + (min(lane >> 2, kTokens - 1) * 4 + (lane & 3)) * 16;
   const uint8_t *const own = memory + warp * kBytes;
   const unsigned last_full = barriers + stages * 16;
@@ -372,7 +456,7 @@ __device__ inline void few(const StreamArgs &a) {
 template <int kEncoding, int kTokens>
 __global__ void __launch_bounds__((kBoundWarps + kFewPlainWarps + 1) * 32, 1)
     stream_few(const __grid_constant__ StreamArgs a) {
-  few<kEncoding, kTokens, false>(a);
+  few<kEncoding, kTokens, false, false>(a);
 }
 // Leaves registers, and shared memory, for a block of the small kernel behind, which is there when
 // this one ends then, and has fetched what it can.
@@ -380,7 +464,12 @@ constexpr int kBesideRegisters = 56;
 template <int kEncoding, int kTokens>
 __global__ void __maxnreg__(kBesideRegisters)
     stream_few_beside(const __grid_constant__ StreamArgs a) {
-  few<kEncoding, kTokens, true>(a);
+  few<kEncoding, kTokens, true, false>(a);
+}
+
+template <int kEncoding, int kTokens>
+__global__ void __maxnreg__(kBesideRegisters) stream_normed(const __grid_constant__ StreamArgs a) {
+  if constexpr (kHasRoom) few<kEncoding, kTokens, true, true>(a);
 }
 
 // More tokens: the activations of blocks of weights lie beside them in a ring that one warp fills;

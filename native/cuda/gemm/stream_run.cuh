@@ -6,7 +6,8 @@ namespace ksl {
 namespace {
 
 inline StreamArgs stream_args(const Packed &m, const Split &x, const Output *outputs,
-                              const PairOutput *pair, const PlainArgs &plain, int tokens) {
+                              const PairOutput *pair, const PlainArgs &plain, int tokens,
+                              const InputNorm *norm) {
   StreamArgs a = {};
   a.data = m.data;
   a.scale = m.scale;
@@ -28,6 +29,7 @@ inline StreamArgs stream_args(const Packed &m, const Split &x, const Output *out
   a.x = reinterpret_cast<const uint8_t *>(x.data);
   a.group_bytes = static_cast<int64_t>(x.pieces) * kPiece * kTileTokens * sizeof(__half);
   a.x_inverse = packed_inverse(m.encoding) / x.scale;
+  a.x_scale = x.scale;
   a.tokens = tokens;
   a.paired = m.pair;
   if (m.pair) a.pair = *pair;
@@ -35,6 +37,12 @@ inline StreamArgs stream_args(const Packed &m, const Split &x, const Output *out
   if (plain.n > 0) {
     const int sets = divide_up(tokens, kPlainTokens);
     a.plain_warps = sets < kMaxPlainWarps ? sets : kMaxPlainWarps;
+  }
+  if (norm != nullptr) {
+    a.norm = *norm;
+    const int warps = a.set_tiles * a.ways;
+    if (a.plain_warps < m.supers - warps) a.plain_warps = m.supers - warps;
+    a.norm_warps = warps + a.plain_warps;
   }
   return a;
 }
@@ -56,6 +64,9 @@ inline Shares shares_of(const StreamArgs &a) {
 
 template <int kEncoding, int kTokens>
 int64_t few_bytes(const StreamArgs &a, int stages) {
+  if (a.norm.gain != nullptr)
+    return stream_normed_bytes(shares_of(a), Expand<kEncoding>::kBytes, stages, a.supers,
+                               a.plain.n > 0, kTokens);
   return stream_few_bytes(shares_of(a), Expand<kEncoding>::kBytes, stages,
                           divide_up(a.supers, a.slices), kTokens);
 }
@@ -108,8 +119,24 @@ void run_few_if(Device *device, const StreamArgs &a) {
     run_many<kEncoding, 1, 1>(device, a);
 }
 
+// If stream_makes_norm.
+template <int kEncoding, int kTokens>
+void run_normed(Device *device, const StreamArgs &a) {
+  const int64_t most = stream_most_beside(device->room);
+  const auto kernel = stream_normed<kEncoding, kTokens>;
+  static const bool raised = raise_shared(device, kernel, most);
+  (void)raised;
+  run_few_kernel<kEncoding, kTokens>(device, kernel, a, most);
+}
+
 template <int kEncoding>
 void run_stream(Device *device, const StreamArgs &a) {
+  if constexpr (kEncoding != KSL_ENC_BF16) {
+    if (a.norm.gain != nullptr) {
+      a.tokens == 1 ? run_normed<kEncoding, 1>(device, a) : run_normed<kEncoding, 2>(device, a);
+      return;
+    }
+  }
   if (kEncoding == KSL_ENC_NVFP4 && a.tokens <= 2 &&
       (a.tokens == 1 ? run_few_beside<1>(device, a) : run_few_beside<2>(device, a)))
     return;

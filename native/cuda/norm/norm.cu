@@ -1,35 +1,10 @@
 // Residual add and RMS norm.
 #include "norm.cuh"
+#include "run.cuh"
 
 namespace ksl {
 
 namespace {
-
-constexpr int kRun = 8;  // elements that a thread takes at once, kPasses times
-
-__device__ inline void load8(const float *p, float (&v)[kRun]) {
-  const float4 a = *reinterpret_cast<const float4 *>(p);
-  const float4 b = *reinterpret_cast<const float4 *>(p + 4);
-  v[0] = a.x;
-  v[1] = a.y;
-  v[2] = a.z;
-  v[3] = a.w;
-  v[4] = b.x;
-  v[5] = b.y;
-  v[6] = b.z;
-  v[7] = b.w;
-}
-__device__ inline void store8(float *p, const float (&v)[kRun]) {
-  *reinterpret_cast<float4 *>(p) = make_float4(v[0], v[1], v[2], v[3]);
-  *reinterpret_cast<float4 *>(p + 4) = make_float4(v[4], v[5], v[6], v[7]);
-}
-
-__device__ inline void add8(const float *p, float (&v)[kRun]) {
-  float more[kRun];
-  load8(p, more);
-#pragma unroll
-  for (int k = 0; k < kRun; k++) v[k] += more[k];
-}
 
 // Rows are padded to 16 elements, so whole runs may be read; what lies behind the width stays zero.
 template <int kPasses>
@@ -50,7 +25,7 @@ __global__ void __launch_bounds__(1024) norm_kernel(const __grid_constant__ Norm
   for (int pass = 0; pass < kPasses; pass++) {
     const int i = (pass * blockDim.x + threadIdx.x) * kRun;
     if (i >= a.width) continue;
-    load8(a.x + at + i, x[pass]);
+    load8(a.from + at + i, x[pass]);
     if (a.add != nullptr) {
       float y[kRun];
       const float *from = a.add + at + i;
@@ -70,12 +45,10 @@ __global__ void __launch_bounds__(1024) norm_kernel(const __grid_constant__ Norm
       for (int k = 0; k < kRun; k++) x[pass][k] += y[k];
       store8(a.x + at + i, x[pass]);
     }
-#pragma unroll
-    for (int k = 0; k < kRun; k++)
-      if (i + k < a.width) square = fmaf(x[pass][k], x[pass][k], square);
+    square = add_squares(x[pass], i, a.width, square);
   }
   if (a.gain == nullptr) return;
-  const float r = 1.0f / sqrtf(block_sum(square, scratch) / static_cast<float>(a.width) + a.eps);
+  const float r = norm_factor(block_sum(square, scratch), a.width, a.eps);
   const bool zero = a.zero_at != nullptr && a.zero_at[column] == 0;
   float most = 0;
 #pragma unroll
