@@ -45,6 +45,7 @@ from kslserve.engine.native import NativeEngine
 from kslserve.engine.types import Ids
 from kslserve.ksl.model import ModelFile
 from kslserve.ksl.open import open_model
+from kslserve.ksl.synth import PREFIX
 from kslserve.sched.scheduler import Job
 from kslserve.sched.spec.policy import SpecPolicy
 from kslserve.startup.speculation import leave_head
@@ -210,9 +211,20 @@ async def golden_acceptance(args: argparse.Namespace, report: Report) -> None:
     await acceptance(args, report, golden_prompts(), samplings)
 
 
+def model_of(wanted: str | None, device: bool) -> str:
+    """The model of this run; SystemExit where the one that is wanted says nothing in it."""
+    if wanted is None:
+        return f"{PREFIX}27b" if device else "ksl-nano"
+    if device and not wanted.startswith(PREFIX):
+        raise SystemExit(f"--device is for models without data ({PREFIX}27b), not {wanted}.")
+    if wanted.startswith(PREFIX) and not device:
+        raise SystemExit(f"{wanted} has no data: what it drafts is seen with --device only.")
+    return wanted
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="ksl-nano")
+    parser.add_argument("--model")
     parser.add_argument("--kinds", default="code,chat,random,head")
     parser.add_argument("--streams", default="1,2,4,8")
     parser.add_argument("--pairs", type=int, default=81)
@@ -225,7 +237,7 @@ def main() -> None:
     parser.add_argument("--acceptance", action="store_true")
     parser.add_argument("--device", action="store_true")
     parser.add_argument("--backend", choices=("cuda", "cpu"))
-    parser.add_argument("--weights", default="auto")
+    parser.add_argument("--weights")
     parser.add_argument("--kv", default="q4")
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--waves", type=int, default=15)
@@ -237,6 +249,8 @@ def main() -> None:
         name, work = "speculation_acceptance", golden_acceptance
     elif args.device:
         name, work = "speculation_device", device
+    args.model = model_of(args.model, args.device)
+    args.weights = args.weights or ("nvfp4" if args.device else "auto")
     args.backend = args.backend or ("cuda" if work is device else "cpu")
     args.place = {"library": load_library()} if args.backend == "cuda" else {}
     if args.place and work is not device:

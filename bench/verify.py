@@ -68,8 +68,9 @@ async def costs(args: argparse.Namespace, report: Report, streams: int) -> None:
     figures = {f"verify_{n}": (await take(n, 0))[0] / plain for n in (2, 4, 8, 16)}
     steps = {k: (await take(1, k))[1] for k in (1, 4)}
     report.add(
-        "cost", streams=streams, plain_ms=plain, **figures, first_draft_ms=steps[1],
-        next_draft_ms=(steps[4] - steps[1]) / 3, draft_share=steps[1] / plain,
+        "cost", model=args.model, streams=streams, plain_ms=plain, **figures,
+        first_draft_ms=steps[1], next_draft_ms=(steps[4] - steps[1]) / 3,
+        draft_share=steps[1] / plain,
     )  # fmt: skip
     made.engine.close()
 

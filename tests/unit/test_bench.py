@@ -9,6 +9,7 @@ import pytest
 from bench.churn import trend
 from bench.device import prove
 from bench.report import Report
+from bench.speculation import model_of
 
 PASSES, FAILS = "def test_a():\n    pass\n", "def test_b():\n    raise AssertionError\n"
 SKIPPED = "import pytest\n\ndef test_c():\n    pytest.skip('no device')\n"
@@ -59,3 +60,13 @@ def test_what_is_flat(readings: list[float], growth: float, flat: bool) -> None:
 def test_few_readings_say_nothing() -> None:
     with pytest.raises(SystemExit, match="6 cycles"):
         trend([1.0] * 5)
+
+
+def test_a_bench_of_drafts_has_the_model_that_it_is_about() -> None:
+    assert model_of(None, device=False) == "ksl-nano"
+    assert model_of(None, device=True) == "synth:27b"
+    assert model_of("synth:9b", device=True) == "synth:9b"
+    with pytest.raises(SystemExit, match="--device is for models without data"):
+        model_of("ksl-nano", device=True)
+    with pytest.raises(SystemExit, match="with --device only"):
+        model_of("synth:27b", device=False)
