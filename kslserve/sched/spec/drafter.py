@@ -36,7 +36,7 @@ MADE_RATE = 1 / 8  # weight of one round in the part of rounds that gave a draft
 
 
 class Drafter:
-    """index: None until the first token was sampled, or without n-gram drafts. chain: averages of
+    """index: None until it is looked at first, or without n-gram drafts. chain: averages of
     MTP drafts, None without them. held: MTP drafts for the next positions. survival: the offered
     chain; own: how many at its beginning are MTP's. lanes: those of it that the next row verifies;
     propose: MTP drafts to make after it. stands: waves in which the same number may be verified
@@ -44,7 +44,7 @@ class Drafter:
     drafting and looking costs time."""
 
     __slots__ = (
-        "_account", "_chosen", "_deeper", "_made", "_offered", "_patience", "_trial", "_vain",
+        "_account", "_deeper", "_made", "_most", "_offered", "_patience", "_trial", "_vain",
         "_wait_until", "asleep_until", "chain", "held", "index", "ladder", "lanes", "matches",
         "own", "propose", "stands", "stats", "survival",
     )  # fmt: skip
@@ -62,7 +62,7 @@ class Drafter:
         self.own = 0
         self.lanes: list[int] = []
         self.propose = self.stands = 0
-        self._chosen = 0  # lanes, where the choice stands
+        self._most = 0  # lanes that it was asked for
         self._patience = patience
         self._account = Account(patience)
         self._trial = Trial()
@@ -88,7 +88,7 @@ class Drafter:
     def read(self, sequence: Sequence) -> None:
         """Take in what the sequence sampled since the last time."""
         matches, index = self.matches, self.index
-        if matches is None or not sequence.output:
+        if matches is None:
             return
         prompt = sequence.job.prompt_ids
         if index is None:
@@ -138,7 +138,7 @@ class Drafter:
         """Set the best chain of at most `most` drafts: what MTP drafted and what the index adds to
         it, or the index alone. least: probability below which nothing is offered."""
         self.survival, self.own = [], 0
-        most = min(most, self.ladder.depth)
+        most = self._most = min(most, self.ladder.depth)
         if most <= 0:
             return
         index, matches, chain = self.index, self.matches, self.chain
@@ -191,8 +191,8 @@ class Drafter:
             self.lanes = self.index.draft(lanes)
         most = max(0, min(most, self.ladder.depth))
         self.propose = depth = min(depth, most)
-        if lanes and not (self.own or depth) and self._sure:
-            self.stands, self._chosen = STANDS, lanes
+        if lanes and lanes == self._most and not (self.own or depth) and self._sure:
+            self.stands = STANDS
         trial = self._trial
         if depth:
             trial.end()
@@ -216,13 +216,13 @@ class Drafter:
         return self.index is not None and self.index.length >= MATCHES[-1]
 
     def again(self, most: int) -> bool:
-        """Verify as many drafts of the index as in the wave before, where all of those came true:
-        nothing else would be chosen. False where that may not be so."""
+        """Verify as many drafts of the index as in the wave before, where those were all that a row
+        can have and came true: nothing else would be chosen. False where that may not be so."""
         if not (self.stands and self._sure):
             return False
         assert self.index is not None
         self.stands -= 1
-        self.lanes = self.index.draft(min(self._chosen, most))
+        self.lanes = self.index.draft(min(self._most, most))
         return bool(self.lanes)
 
     def settle(self, saved: float, wave: int) -> None:

@@ -240,10 +240,10 @@ def test_a_choice_stands_while_all_comes_true() -> None:
     period = list(range(40))
     text = np.array(period * 3, np.int32)
 
-    def chosen(history: np.ndarray, lanes: int) -> Drafter:
+    def chosen(history: np.ndarray, lanes: int, most: int = 7) -> Drafter:
         drafter = Drafter(Averages(MATCH_PRIOR), None, Patience(), 15)
         drafter.index = SuffixIndex(history)
-        drafter.offer(15)
+        drafter.offer(most)
         drafter.aim(lanes, 0, 0, 1)
         return drafter
 
@@ -266,13 +266,13 @@ def test_a_choice_stands_while_all_comes_true() -> None:
     verify(drafter, 7)
     assert drafter.again(3)
     assert len(drafter.lanes) == 3
-    # Not where one failed, where more may be sure than was, and where drafts are suspended.
+    # Not where one failed, where more of them may be worth it now, and where they are suspended.
     drafter = chosen(text, 7)
     verify(drafter, 6)
     assert not drafter.again(20)
-    drafter = chosen(text[: 40 + MATCHES[-1] - 1], 7)
-    verify(drafter, 7)
-    assert not drafter.again(20)
+    for drafter in (chosen(text, 7, 15), chosen(text[: 40 + MATCHES[-1] - 1], 7)):
+        verify(drafter, 7)
+        assert not drafter.again(20)
     drafter = chosen(text, 7)
     verify(drafter, 7)
     for _ in range(2):
