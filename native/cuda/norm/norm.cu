@@ -1,4 +1,7 @@
-// Residual add and RMS norm.
+// Residual add and RMS norm. A row is a block's, or the blocks' of a cluster: small ones find room
+// beside those of the products in front and behind, and a row is sooner there where several
+// processors bring it. The additions are the same.
+#include "../common/bulk.cuh"
 #include "norm.cuh"
 #include "run.cuh"
 
@@ -6,24 +9,47 @@ namespace ksl {
 
 namespace {
 
+constexpr int kParts = 4;
+
+// block_sum over the blocks of a cluster, which have begun before their warps give each other sums.
+__device__ inline float parts_sum(float v, int part, float *scratch) {
+  const int warps = blockDim.x >> 5, lane = threadIdx.x & 31;
+  v = warp_sum(v);
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+  if (lane < kParts)
+    asm volatile(
+        "{.reg .b32 r;\n mapa.shared::cluster.u32 r, %0, %1;\n"
+        "st.shared::cluster.f32 [r], %2;}" ::"r"(
+            shared_at(scratch + part * warps + (threadIdx.x >> 5))),
+        "r"(lane), "f"(v)
+        : "memory");
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+  float sum = 0;
+  for (int i = 0; i < kParts * warps; i++) sum += scratch[i];
+  return sum;
+}
+
 // Rows are padded to 16 elements, so whole runs may be read; what lies behind the width stays zero.
-template <int kPasses>
-__global__ void __launch_bounds__(1024) norm_kernel(const __grid_constant__ NormArgs a) {
+template <int kPasses, bool kParted>
+__device__ __forceinline__ void norm_row(const NormArgs &a) {
+  static_assert(!kParted || kPasses == 1, "a row at once");
   allow_next();
   __shared__ float scratch[32];
+  if (kParted) asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+  const int column = kParted ? blockIdx.x / kParts : blockIdx.x;
+  const int part = kParted ? blockIdx.x % kParts : 0;
+  const int first = part * blockDim.x + threadIdx.x;
   // No kernel writes it, so it is fetched before waiting where registers can hold it.
   constexpr bool kEarly = kPasses == 1;
   float gain[kRun];
-  if (kEarly && a.gain != nullptr && threadIdx.x * kRun < a.width)
-    load8(a.gain + threadIdx.x * kRun, gain);
+  if (kEarly && a.gain != nullptr && first * kRun < a.width) load8(a.gain + first * kRun, gain);
   wait_before();
-  const int column = blockIdx.x;
   const int64_t at = static_cast<int64_t>(column) * a.stride;
   float x[kPasses][kRun];
   float square = 0;
 #pragma unroll
   for (int pass = 0; pass < kPasses; pass++) {
-    const int i = (pass * blockDim.x + threadIdx.x) * kRun;
+    const int i = (pass * blockDim.x + first) * kRun;
     if (i >= a.width) continue;
     load8(a.from + at + i, x[pass]);
     if (a.add != nullptr) {
@@ -47,13 +73,14 @@ __global__ void __launch_bounds__(1024) norm_kernel(const __grid_constant__ Norm
     }
     square = add_squares(x[pass], i, a.width, square);
   }
+  square = kParted ? parts_sum(square, part, scratch) : block_sum(square, scratch);
   if (a.gain == nullptr) return;
-  const float r = norm_factor(block_sum(square, scratch), a.width, a.eps);
+  const float r = norm_factor(square, a.width, a.eps);
   const bool zero = a.zero_at != nullptr && a.zero_at[column] == 0;
   float most = 0;
 #pragma unroll
   for (int pass = 0; pass < kPasses; pass++) {
-    const int i = (pass * blockDim.x + threadIdx.x) * kRun;
+    const int i = (pass * blockDim.x + first) * kRun;
     if (i >= a.width) continue;
     float (&v)[kRun] = x[pass];
     if (!kEarly) load8(a.gain + i, gain);
@@ -65,23 +92,38 @@ __global__ void __launch_bounds__(1024) norm_kernel(const __grid_constant__ Norm
     if (a.out != nullptr) store8(a.out + static_cast<int64_t>(column) * a.out_stride + i, v);
     if (a.split.data != nullptr && !a.split.direct) split_store8(a.split, column, i, v);
   }
-  if (!a.split.direct) return;
+  if (kParted || !a.split.direct) return;
   const Panel8 to = panel8_of(a.split);
   const int exponent = panel8_exponent(block_max(most, scratch));
   const float scale = __int_as_float((127 + exponent) << 23);
 #pragma unroll
   for (int pass = 0; pass < kPasses; pass++) {
-    const int i = (pass * blockDim.x + threadIdx.x) * kRun;
+    const int i = (pass * blockDim.x + first) * kRun;
     if (i < a.width) panel8_store8(to, column, i, x[pass], scale);
   }
   if (threadIdx.x == 0) to.inverse[column] = __int_as_float((127 - exponent) << 23);
 }
 
+template <int kPasses>
+__global__ void __launch_bounds__(1024) norm_kernel(const __grid_constant__ NormArgs a) {
+  norm_row<kPasses, false>(a);
+}
+constexpr int kPartThreads = 256;
+__global__ void __cluster_dims__(kParts) __launch_bounds__(kPartThreads)
+    norm_parts_kernel(const __grid_constant__ NormArgs a) {
+  norm_row<1, true>(a);
+}
+constexpr int kOneBlock = 1024;  // elements that one block has as soon
+
 }  // namespace
 
 void add_norm(Device *device, const NormArgs &a, int columns) {
   const int threads = divide_up(a.width, kRun) > 1024 ? 1024 : padded32(divide_up(a.width, kRun));
-  if (a.width <= threads * kRun)
+  const int part = padded32(divide_up(divide_up(a.width, kRun), kParts));
+  if (a.width > kOneBlock && part <= kPartThreads && !a.split.direct &&
+      2 * columns * kParts <= device->room.processors)
+    KSL_CHAIN(device, "norm", norm_parts_kernel, columns * kParts, part, a);
+  else if (a.width <= threads * kRun)
     KSL_CHAIN(device, "norm", norm_kernel<1>, columns, threads, a);
   else
     KSL_CHAIN(device, "norm", norm_kernel<2>, columns, threads, a);
