@@ -235,6 +235,7 @@ StepArgs step_args(Backend *b, int linear) {
   a.keep_stride = static_cast<int>(b->keep_floats);
   a.n_rows = b->n_rows;
   a.max_rows = b->config->slots;
+  a.single = !b->multi;
   a.long_rows = b->multi && b->batch.n > 4 * b->n_rows;
   a.together = 2 * b->device.room.processors;
   a.arrived = b->gdn_arrived + static_cast<int64_t>(linear) * a.max_rows * a.shape.key_heads;

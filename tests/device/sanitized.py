@@ -102,6 +102,15 @@ def rows(driver: Driver, depth: int, *, drafts: bool) -> None:
     driver.wave([deep(third, depth, 1, RowKind.LAST), deep(other, depth, 1, RowKind.LAST)])
 
 
+def steps(driver: Driver) -> None:
+    """Rows of one token, so many that their states come into shared memory."""
+    streams = [driver.begin(slot, first_block=slot) for slot in range(6)]
+    cuts = [((1, 6 + n),) if n < 4 else () for n in range(6)]
+    driver.wave(
+        [s.row(RowKind.PREFILL, IDS[:1], cuts=c) for s, c in zip(streams, cuts, strict=True)]
+    )
+
+
 def prompts(driver: Driver) -> None:
     """Those rows that other devices have kernels of their own for."""
     driver.begin(0).prefill(IDS[:70])
@@ -138,6 +147,7 @@ def waves(library: CudaLibrary) -> None:
         ("NVFP4", heads(), "nvfp4", {"kv": "q4"}, everything),
         ("FP6", heads(), "e2m3", {"kv": "fp8"}, packed),
         ("bf16", heads(), "bf16", {"kv": "bf16"}, packed),
+        ("steps", replace(heads(), hidden=1536, lin_value_heads=48), "nvfp4", {"kv": "q4"}, steps),
         ("portable", heads(), "nvfp4", {"kv": "q4", "portable": True}, prompts),
     ]
     for name, spec, policy, options, use in models:

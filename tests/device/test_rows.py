@@ -108,6 +108,39 @@ def test_short_rows_of_full_heads(opened: Opener, kv: str, columns: int) -> None
     assert images(other) == images(again)
 
 
+@pytest.mark.parametrize("n", [1, 4, 7, 9])
+def test_rows_of_one_token(opened: Opener, n: int) -> None:
+    """Rows of one token each, so few or many that their states lie in registers or in shared
+    memory: the bits of longer rows, in slabs, in cuts and after VERIFY."""
+    spec = spec_named("27b-heads")
+    tensors = tiny_tensors(spec, tiny_arrays(spec), "nvfp4")
+    driver = opened(spec, tensors, slots=10, slabs=11, blocks=160)
+    streams = [driver.begin(slot) for slot in range(n)]
+    for stream in streams:
+        stream.prefill(IDS[stream.slot :][:20])
+
+    def step(kind: RowKind, cuts: tuple[tuple[int, int], ...] = ()) -> None:
+        rows = [
+            s.row(kind, IDS[s.slot + s.position :][:1], cuts=cuts if s is streams[-1] else ())
+            for s in streams
+        ]
+        for stream, row in zip(streams, driver.wave(rows).rows, strict=True):
+            stream.position = row.position
+
+    step(RowKind.PREFILL)
+    step(RowKind.PREFILL, cuts=((1, 10),))
+    cut = driver.slab_image(10).tobytes()
+    step(RowKind.VERIFY)
+    step(RowKind.PREFILL)
+    for stream in streams:
+        again = driver.begin(9)
+        again.prefill(IDS[stream.slot :][:24], [22])
+        assert images(stream) == images(again)
+    again = driver.begin(9)
+    again.prefill(IDS[streams[-1].slot :][:22])
+    assert cut == driver.slab_image(again.slab).tobytes()
+
+
 @pytest.mark.parametrize("kv", ["q4", "f32"])
 @pytest.mark.parametrize("shape", ["27b-heads", "round"])
 def test_waves_of_one_shape_again(opened: Opener, shape: str, kv: str) -> None:

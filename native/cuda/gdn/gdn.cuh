@@ -105,12 +105,14 @@ struct StepArgs {
   int keep_stride;
   unsigned *arrived;  // [layers][max_rows][key_heads], zeros
   int n_rows, max_rows;
+  bool single;     // no row has more than one token
   bool long_rows;  // so many tokens that two blocks a head are sooner done
   int together;    // blocks that the device takes at one time
 };
 // Whether it is there for such heads.
 bool gdn_step_runs(const GdnShape &shape);
 void gdn_step(Device *device, const StepArgs &a);
+void gdn_single(Device *device, StepArgs a);  // what gdn_step does with single rows
 // Takes the committed columns of kept rows into the state and history of so many layers.
 void gdn_replay(Device *device, const StepArgs &a, int layers);
 

@@ -14,18 +14,12 @@
 // the same.
 #include <type_traits>
 
-#include "../common/bulk.cuh"
-#include "../common/mma.cuh"
-#include "gdn.cuh"
+#include "step.cuh"
 
 namespace ksl {
 
 namespace {
 
-constexpr int kDim = 128;
-constexpr int kWarps = 8;
-constexpr int kThreads = kWarps * 32;
-constexpr int kKeys = kDim / 8;            // of a lane
 constexpr int kBatch = 1 + KSL_MAX_DRAFT;  // tokens whose inputs are made at one time
 
 enum Input { kQuery, kKey, kValue, kGate, kInputs };
@@ -43,76 +37,6 @@ struct Shared {
   float decay[kBatch], beta[kBatch];
   std::conditional_t<kParts == 1, NoOuts, Outs> outs;
   bool last;
-};
-
-// Neighbouring dims of a lane.
-template <int kWide>
-struct alignas(kWide * sizeof(float)) Dims {
-  float v[kWide];
-};
-template <int kWide>
-__device__ inline void scale_add(Dims<kWide> &to, float a, const Dims<kWide> &x) {
-#pragma unroll
-  for (int i = 0; i < kWide; i++) to.v[i] = fmaf(a, x.v[i], to.v[i]);
-}
-// The sum over the lanes that have other keys of the same dims.
-template <int kWide>
-__device__ inline void sum_keys(Dims<kWide> &x) {
-#pragma unroll
-  for (int step = 4; step < 32; step *= 2) {
-#pragma unroll
-    for (int i = 0; i < kWide; i++) x.v[i] += __shfl_xor_sync(kAll, x.v[i], step);
-  }
-}
-
-template <int kWide>
-struct Vector;
-template <>
-struct Vector<2> {
-  typedef float2 Type;
-};
-template <>
-struct Vector<4> {
-  typedef float4 Type;
-};
-// kOnce: of a state that nobody asks for again before others have pushed it out of L2; replayed
-// ones are read soon.
-template <bool kOnce, int kWide>
-__device__ inline Dims<kWide> take(const float *from) {
-  typedef typename Vector<kWide>::Type V;
-  const V *const at = reinterpret_cast<const V *>(from);
-  const V v = kOnce ? __ldcs(at) : *at;
-  return reinterpret_cast<const Dims<kWide> &>(v);
-}
-template <bool kOnce, int kWide>
-__device__ inline void give(float *to, const Dims<kWide> &x) {
-  typedef typename Vector<kWide>::Type V;
-  V *const at = reinterpret_cast<V *>(to);
-  const V v = reinterpret_cast<const V &>(x);
-  if (kOnce)
-    __stcs(at, v);
-  else
-    *at = v;
-}
-
-// One channel of the convolution: its weights and the last values before it.
-struct Channel {
-  float tap[kTaps], window[kTaps];
-  __device__ void load(const float *taps, const float *history, int channels, int step) {
-#pragma unroll
-    for (int t = 0; t < kTaps; t++) tap[t] = taps[t * channels];
-#pragma unroll
-    for (int t = 0; t < kHistory; t++) window[t + 1] = history[t * step];
-  }
-  __device__ float next(float x) {
-#pragma unroll
-    for (int t = 0; t < kHistory; t++) window[t] = window[t + 1];
-    window[kHistory] = x;
-    float sum = tap[0] * window[0];
-#pragma unroll
-    for (int t = 1; t < kTaps; t++) sum = fmaf(tap[t], window[t], sum);
-    return silu(sum);
-  }
 };
 
 // Parts meet. kGive: what they stored in each other's memory is there then.
@@ -435,6 +359,7 @@ bool gdn_step_runs(const GdnShape &shape) {
 }
 
 void gdn_step(Device *device, const StepArgs &a) {
+  if (a.single) return gdn_single(device, a);
   const dim3 heads(a.shape.value_heads, a.n_rows);
   // Where a device has room for twice as many blocks.
   if (a.long_rows && a.shape.value_heads * a.n_rows <= device->room.processors)
