@@ -195,7 +195,8 @@ def churn(report: Report, server: Server, args: argparse.Namespace) -> bool:
         reading = host_mib(server, images), float(device_mib())
         print(
             f"cycle {number}: {traffic.counts['requests']} requests, host {reading[0]:.1f} MiB, "
-            f"images {images >> 20} MiB, device {reading[1]:.0f} MiB", flush=True,
+            f"images {images >> 20} MiB, device {reading[1]:.0f} MiB, "
+            f"graphs {after['graphs']} of {after['graphs_made']}", flush=True,
         )  # fmt: skip
         if number >= args.warm_up:
             readings.append(reading)

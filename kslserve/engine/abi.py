@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 # SHA-256 of native/include/ksl.h; `python build.py abi` writes it, the build refuses another one.
-ABI_HASH = "fec2b73fd58d1f6e88dae673d856d811d78f4a1300c63a418d445412f0a32143"
+ABI_HASH = "bda77ce26c442fa970c5ce9f05d582e4db69b64ddb8561683c543c1ca4368998"
 
 
 def header_hash(root: Path) -> str:

@@ -7,6 +7,7 @@ an engine opens, to read the weights that are not in memory."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -167,8 +168,9 @@ class NativeEngine:
             progress = ffi.new("ksl_progress *")
             self._lib.ksl_get_progress(self._handle, progress)
         return Progress(
-            progress.submitted, progress.started, progress.completed, PHASES[progress.phase]
-        )
+            progress.submitted, progress.started, progress.completed, PHASES[progress.phase],
+            progress.graphs, progress.graphs_made,
+        )  # fmt: skip
 
     def close(self, deadline_s: float = 5.0) -> None:
         if self._handle is None:
@@ -176,7 +178,7 @@ class NativeEngine:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._lib.ksl_event_fd(self._handle))
         last = self.progress()
-        self._final = Progress(last.submitted, last.started, last.completed, "closed")
+        self._final = dataclasses.replace(last, phase="closed")
         with self._handle_lock:
             handle, self._handle = self._handle, None
         self._lib.ksl_close(handle, int(deadline_s * 1000))

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from kslserve import log
-from kslserve.engine.types import Engine, StateOp
+from kslserve.engine.types import Engine, Progress, StateOp
 from kslserve.errors import EngineError, EnginePoisoned
 from kslserve.sched.cache.manager import PrefixCache
 from kslserve.sched.limits import SchedMetrics
@@ -56,6 +56,9 @@ class Flights:
         self._die = die
         self._columns = engine.info.wave_columns
         self._careful = False  # a wave was refused: newcomers come one at a time
+
+    def progress(self) -> Progress:
+        return self._engine.progress()
 
     def advance(self) -> None:
         """With nothing in flight: admit, then submit the next wave if there is anything to

@@ -48,8 +48,9 @@ class SchedMetrics:
     """The registry's objects, looked up once."""
 
     __slots__ = (
-        "blocks", "cache", "drafts", "ends", "events", "gap", "output_tokens", "prompt_tokens",
-        "requests", "rounds", "saved", "slabs", "tier_bytes", "tiers", "wave", "waves",
+        "blocks", "cache", "drafts", "ends", "events", "gap", "graphs", "graphs_made",
+        "output_tokens", "prompt_tokens", "requests", "rounds", "saved", "slabs", "tier_bytes",
+        "tiers", "wave", "waves",
     )  # fmt: skip
 
     def __init__(self, metrics: Metrics) -> None:
@@ -88,6 +89,11 @@ class SchedMetrics:
             "prefix_cache_tokens_saved_total", "Prompt positions that were not computed"
         )
 
+        self.graphs = metrics.gauge(
+            "graphs", "Launch sequences that the device keeps for waves of equal shape"
+        )
+        self.graphs_made = metrics.counter("graphs_made_total", "Launch sequences made for it")
+
     def publish(self, now: Snapshot) -> None:
         """Bring gauges, and counters that are kept elsewhere, to the state of a snapshot."""
         self.requests["queued"].value = now.queued
@@ -97,6 +103,7 @@ class SchedMetrics:
         self.blocks["cached"].value = now.blocks_cached
         self.blocks["total"].value = now.blocks_total
         self.slabs["free"].value, self.slabs["total"].value = now.slabs_free, now.slabs_total
+        self.graphs.value, self.graphs_made.value = now.graphs, now.graphs_made
         cache = now.cache
         self.tiers["device"].value = cache.device
         self.tiers["host"].value = cache.host

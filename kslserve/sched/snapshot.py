@@ -41,9 +41,10 @@ class CacheSnapshot:
 class Snapshot:
     """Counts for health and metrics. blocks_free: those that can be promised to new sequences;
     blocks_cached of them hold checkpoints. slabs_free: held by nobody. prefilling: of the running
-    ones, those whose prompt is not computed. wave_age_s: how long the
-    wave in flight has been so, or how long ago the last one ended; None before the first.
-    last_error: what the engine said last. fatal: why nothing can run any more, or None."""
+    ones, those whose prompt is not computed. graphs: launch sequences that a device keeps;
+    graphs_made: so far. wave_age_s: how long the wave in flight has been so, or how long ago the
+    last one ended; None before the first. last_error: what the engine said last. fatal: why nothing
+    can run any more, or None."""
 
     queued: int
     running: int
@@ -57,6 +58,8 @@ class Snapshot:
     blocks_total: int
     waves: int
     in_flight: bool
+    graphs: int
+    graphs_made: int
     wave_age_s: float | None
     preemptions: int
     prompt_tokens: int
@@ -77,6 +80,7 @@ def look(
 ) -> Snapshot:
     """The state at this moment, between two turns."""
     age = None if flights.sent_at is None else round(now - flights.sent_at, 3)
+    progress = flights.progress()
     return Snapshot(
         queued=len(roster.queue),
         running=len(roster.running),
@@ -90,6 +94,8 @@ def look(
         blocks_total=memory.blocks.count,
         waves=int(metrics.waves.value),
         in_flight=flights.count > 0,
+        graphs=progress.graphs,
+        graphs_made=progress.graphs_made,
         wave_age_s=age,
         preemptions=int(metrics.events["preemption"].value),
         prompt_tokens=int(metrics.prompt_tokens.value),

@@ -48,6 +48,8 @@ struct BackendOps {
   // Null, or does what the wave that ran last left for later since nobody waits for it: its records
   // are out, the wave is not there any more, and the next one has not begun.
   void (*finish)(Backend *backend);
+  // Null, or how many graphs the backend keeps and how many it has made.
+  void (*graphs)(const Backend *backend, uint64_t *kept, uint64_t *made);
   void (*close)(Backend *backend);
 };
 

@@ -65,6 +65,7 @@ struct ksl_engine {
   int event_read, event_write;
 
   alignas(64) std::atomic<uint64_t> submitted, started, completed;
+  std::atomic<uint64_t> graphs, graphs_made;
   std::atomic<bool> running, poisoned, closing, abandon;
   ksl_error fatal;  // written once, before `poisoned` is set
 
@@ -168,6 +169,12 @@ void run_wave(ksl_engine *e, RingEntry *entry) {
     ksl_error error = ksl_error();
     const int rc = e->ops->run(e->backend, wave, e->scratch, &error);
     if (rc != KSL_OK) poison(e, rc, &error);
+    if (e->ops->graphs != nullptr) {
+      uint64_t kept = 0, made = 0;
+      e->ops->graphs(e->backend, &kept, &made);
+      e->graphs.store(kept, std::memory_order_relaxed);
+      e->graphs_made.store(made, std::memory_order_relaxed);
+    }
   }
   end.ended_ns = now_ns();
   uint64_t tail = e->tail.load(std::memory_order_relaxed);
@@ -413,6 +420,8 @@ int engine_progress(ksl_engine *e, ksl_progress *progress) {
   progress->completed = completed;
   progress->started = started;
   progress->submitted = e->submitted.load();
+  progress->graphs = e->graphs.load(std::memory_order_relaxed);
+  progress->graphs_made = e->graphs_made.load(std::memory_order_relaxed);
   progress->phase = poisoned ? 3 : (e->closing.load() ? 2 : (e->running.load() ? 1 : 0));
   progress->last_error = poisoned ? KSL_FATAL : KSL_OK;
   return KSL_OK;

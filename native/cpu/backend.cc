@@ -221,7 +221,7 @@ int cpu_run(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
   return KSL_OK;
 }
 
-const BackendOps kCpuOps = {"cpu", cpu_open, cpu_info, cpu_run, mtp_finish, cpu_close};
+const BackendOps kCpuOps = {"cpu", cpu_open, cpu_info, cpu_run, mtp_finish, nullptr, cpu_close};
 
 }  // namespace
 

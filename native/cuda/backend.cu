@@ -397,6 +397,7 @@ Graph *keep_graph(Backend *b, const GraphShape &shape, cudaGraphExec_t run) {
     cudaGraphExecDestroy(place->run);
   }
   *place = {shape, run, 0};
+  b->graphs_made++;
   return place;
 }
 
@@ -501,7 +502,12 @@ int cuda_run(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
   return code;
 }
 
-const BackendOps kCudaOps = {"cuda", cuda_open, cuda_info, cuda_run, nullptr, cuda_close};
+void cuda_graphs(const Backend *b, uint64_t *kept, uint64_t *made) {
+  *kept = b->n_graphs;
+  *made = b->graphs_made;
+}
+
+const BackendOps kCudaOps = {"cuda", cuda_open, cuda_info, cuda_run, nullptr, cuda_graphs, cuda_close};
 
 }  // namespace
 

@@ -157,7 +157,7 @@ struct Backend {
   int n_graphs;
   GraphShape seen[kShapesSeen];  // a ring
   int n_seen, next_seen;
-  uint64_t graph_clock;
+  uint64_t graph_clock, graphs_made;
   bool scaled;      // packed products of many tokens are block-scaled
   bool wide;        // they have kernels of their own, which leave whole products
   bool attn_tiles;  // attention of short rows runs on tensor cores

@@ -56,6 +56,8 @@ NAMES = [
     'speculative_tokens_total{kind="drafted"}',
     'speculative_tokens_total{kind="committed"}',
     "speculative_rounds_total",
+    "graphs",
+    "graphs_made_total",
     'prefix_cache_checkpoints{tier="device"}',
     'prefix_cache_checkpoints{tier="host"}',
     'prefix_cache_checkpoints{tier="disk"}',
