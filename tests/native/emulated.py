@@ -10,25 +10,52 @@ from pathlib import Path
 from tests.native.objects import ROOT, build_module
 
 # A small function at the level of a namespace, from its first line to the brace that ends it.
-_FUNCTION = re.compile(r"^(?:template [^\n]*\n)?__device__ [^\n;]*\{\n(?:.*\n)*?\}\n", re.M)
+_FUNCTION = re.compile(r"^(?:template [^\n]*\n)?__device__ [^{};]*\{\n(?:.*\n)*?\}\n", re.M)
+_LAUNCH = re.compile(r"kernel<<<\((\w+)\), \((\w+)\), 0, [^>]*->stream>>>\(__VA_ARGS__\)")
+_WAIT = re.compile(
+    r"\b(?:bulk_wait|barrier_wait|copy_wait<\d>|named_barrier|meet|__syncthreads)\((?!int )"
+)
 _FENCE = re.compile(r'asm volatile\("[^"]*" ::: "memory"\);')
+_HINT = re.compile(r'asm volatile\("prefetch[^"]*"[^;]*\);')
+_BARRIER = re.compile(r'asm volatile\("bar\.sync (\d), %0;" ::"r"\((.*?)\) : "memory"\);')
 
 
 def without_instructions(text: str) -> str:
-    """Small functions that hold assembly are gone; so are fences in kernels."""
+    """Small functions that hold assembly are gone; so are fences and hints in kernels. Barriers of
+    some warps and launches are calls."""
+    text = _HINT.sub(";", _BARRIER.sub(r"named_barrier(\1, \2);", text))
     text = _FUNCTION.sub(lambda f: "" if re.search(r"\basm\b", f.group()) else f.group(), text)
-    return _FENCE.sub("", text)
+    text = _FENCE.sub("", text).replace("extern __shared__", "extern")
+    return _LAUNCH.sub(r"emulated::launch(dim3(\1), dim3(\2), kernel, __VA_ARGS__)", text)
 
 
 def build(test: str, kernels: list[str], folder: Path) -> Path:
-    """Compile native/tests/TEST.cc with kernel files of native/cuda into a program in `folder`."""
-    for path in (ROOT / "native").rglob("*"):
+    """Compile native/tests/TEST.cc with kernel files of native/cuda into a program in `folder`. The
+    waits in files beside those are numbered; `waits.txt` there has a line for each."""
+    waits: list[str] = []
+
+    def number(path: Path, text: str) -> str:
+        def one(found: re.Match[str]) -> str:
+            line = text.count("\n", 0, found.start()) + 1
+            waits.append(f"{path.name}: {text.splitlines()[line - 1].strip()}")
+            return f"if (emulated::there({len(waits) - 1})) {found[0]}"
+
+        return _WAIT.sub(one, text)
+
+    own = {(ROOT / f"native/cuda/{kernel}.cu") for kernel in kernels}
+    beside = {path.parent for path in own}
+    for path in sorted((ROOT / "native").rglob("*")):
         if path.suffix in (".h", ".cuh", ".cu"):
             to = folder / path.relative_to(ROOT)
             to.parent.mkdir(parents=True, exist_ok=True)
             cuda = path.suffix in (".cuh", ".cu")
             text = path.read_text(encoding="utf-8")
-            to.write_text(without_instructions(text) if cuda else text, encoding="utf-8")
+            if cuda:
+                text = without_instructions(text)
+            if path in own or (path.suffix == ".cuh" and path.parent in beside):
+                text = number(path, text)
+            to.write_text(text, encoding="utf-8")
+    (folder / "waits.txt").write_text("\n".join(waits), encoding="utf-8")
     native = folder / "native"
     sources = [native / "tests" / f"{test}.cc"]
     sources[0].write_text((ROOT / f"native/tests/{test}.cc").read_text(encoding="utf-8"))
@@ -37,11 +64,21 @@ def build(test: str, kernels: list[str], folder: Path) -> Path:
         # Shared memory is what a kernel declares as `extern`.
         source.write_text(
             f'#include "{native / "cuda" / kernel}.cu"\n'
-            "namespace ksl {\nnamespace {\nalignas(1024) uint8_t memory[kSmallRoom];\n}\n}\n"
+            "namespace ksl {\nnamespace {\nalignas(1024) uint8_t memory[emulated::kShared];\n"
+            "const bool known = (emulated::shared.push_back(memory), true);\n}\n}\n"
         )
         sources.append(source)
     program = folder / test
-    flags = ["-O1", "-std=c++17", "-fno-strict-aliasing", "-w"]
+    flags = [
+        "-O1",
+        "-std=c++17",
+        "-fno-strict-aliasing",
+        "-fno-pie",
+        "-no-pie",
+        "-w",
+        "-include",
+        "cuda_runtime.h",
+    ]
     include = [
         f"-I{native / 'tests/emulated'}",
         f"-I{native / 'common'}",

@@ -75,8 +75,18 @@ ptxas info    : Compiling entry function '_Z4slow' for 'sm_90a'
 EMULATED = {
     "test_emulated_prompt": ["attn/prompt"],
     "test_emulated_delta": ["gdn/chunk_prepare", "gdn/chunk_scan"],
+    "test_emulated_tile": ["attn/tile", "attn/tile_join"],
+    "test_emulated_stream": ["gemm/pack", "gemm/nvfp4", "gemm/e2m3", "gemm/bf16"],
 }
-SWAPPED_HALVES = ("a", "b", "sum", "plain", "transposed")
+MATRICES = ("plain", "transposed")  # loads of them, which two kernels have
+# Cases of a program that two lanes of an operand, or of sums, must spoil: all of them, but for
+# products of fewer tokens than the lanes' numbers.
+CASES = {"test_emulated_prompt": 9, "test_emulated_delta": 3, "test_emulated_tile": 36}
+STREAM_CASES = {"a": 40, "b": 24, "sum": 24}
+ORDERS = [(str(warp), copies) for warp in range(6) for copies in ("late", "early")]
+# Not run by a program, but beside what it runs.
+OTHER_KERNELS = ("block_scaled.cuh", "wide.cuh", "wide_fp8.cuh")
+PACE = ("stream.cuh: bulk_wait(shared_at(&loaded), 0);",)  # lets others go first, which may be late
 
 
 @pytest.fixture(scope="module", params=sorted(EMULATED))
@@ -84,16 +94,33 @@ def emulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return build(request.param, EMULATED[request.param], tmp_path_factory.mktemp(request.param))
 
 
+def _run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
 def test_emulated_kernels_equal_plain_sums(emulated: Path) -> None:
-    for seed in ("1", "2"):
-        done = subprocess.run([emulated, seed], capture_output=True, text=True, check=False)
+    """In several orders of threads and copies."""
+    for rest in (["1"], ["2", "none", *ORDERS[1]]):
+        done = _run(emulated, *rest)
         assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("what", SWAPPED_HALVES)
+@pytest.mark.parametrize("what", ["a", "b", "sum", *MATRICES])
 def test_a_swapped_lane_of_halves_is_noticed(emulated: Path, what: str) -> None:
     """Of products and of loads of matrices; in every format and head size, in outputs and state."""
-    done = subprocess.run([emulated, "1", what], capture_output=True, text=True, check=False)
+    if what in MATRICES and emulated.name in ("test_emulated_tile", "test_emulated_stream"):
+        return
+    done = _run(emulated, "1", what)
     assert done.returncode == 1, done.stderr
-    cases = 9 if "prompt" in emulated.name else 3
+    cases = CASES.get(emulated.name) or STREAM_CASES[what]
     assert done.stderr.count("wrong:") == cases, done.stderr
+
+
+def test_a_missing_wait_is_noticed(emulated: Path) -> None:
+    """Every wait for a copy, a ring or a block, left out: some order of the threads shows it, in
+    results or in threads that wait for ever."""
+    waits = (emulated.parent / "waits.txt").read_text(encoding="utf-8").splitlines()
+    for number, wait in enumerate(waits):
+        if wait.split(":")[0] in OTHER_KERNELS or wait in PACE:
+            continue
+        assert any(_run(emulated, "1", str(number), *order).returncode for order in ORDERS), wait

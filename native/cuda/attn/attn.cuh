@@ -2,6 +2,7 @@
 // in ascending order to spans of eight, spans in ascending order: whoever computes them, the same
 // bits.
 #pragma once
+#include "../common/mma.cuh"
 #include "../common/rows.cuh"
 #include "../common/split.cuh"
 #include "../kv/kv.cuh"
@@ -137,8 +138,8 @@ struct Join {
   __device__ Join(float before, float after) {
     most = fmaxf(before, after);
     const float base = most == -INFINITY ? 0.0f : most;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(old) : "f"(before - base));
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(now) : "f"(after - base));
+    old = exp2_fast(before - base);
+    now = exp2_fast(after - base);
   }
   __device__ float add(float before, float after) const { return fmaf(before, old, after * now); }
 };

@@ -1,7 +1,8 @@
 // Kernels on the host, a block at a time: every thread is a context of its own, which gives way
 // where it has to wait for others. Products and matrix loads of a warp are what the instruction set
-// says they are, by lane and register; copies arrive at once. Names are CUDA's, or those of
-// functions of ours that are instructions, which tests/native/emulated.py takes out of the sources.
+// says they are, by lane and register; copies arrive as late as they may. Names are CUDA's, or
+// those of functions of ours that are instructions, which tests/native/emulated.py takes out of the
+// sources.
 #pragma once
 #include <math.h>
 #include <setjmp.h>
@@ -20,7 +21,8 @@
 #define __global__
 #define __device__
 #define __host__
-#define __shared__
+#define __shared__ static
+#define __maxnreg__(...)
 #define __grid_constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
@@ -50,6 +52,9 @@ inline float2 make_float2(float x, float y) {
 inline float4 make_float4(float x, float y, float z, float w) {
   return {x, y, z, w};
 }
+inline float2 __half22float2(__half2 v) {
+  return {__half2float(v.x), __half2float(v.y)};
+}
 struct dim3 {
   unsigned x, y, z;
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
@@ -71,6 +76,29 @@ inline float __uint_as_float(unsigned v) {
 inline unsigned __float_as_uint(float v) {
   return static_cast<unsigned>(__float_as_int(v));
 }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
+  unsigned out = 0;
+  for (int i = 0; i < 4; i++) {
+    const unsigned byte = both >> 8 * (selector >> 4 * i & 7) & 255;
+    out |= (selector >> 4 * i & 8 ? (byte & 128 ? 255u : 0u) : byte) << 8 * i;
+  }
+  return out;
+}
+inline int __popc(unsigned v) {
+  return __builtin_popcount(v);
+}
+inline float __ldg(const float *at) {
+  return *at;
+}
+inline float __fdividef(float a, float b) {
+  return a / b;
+}
+inline unsigned atomicXor(unsigned *at, unsigned bits) {
+  const unsigned before = *at;
+  *at ^= bits;
+  return before;
+}
 inline unsigned __umulhi(unsigned a, unsigned b) {
   return static_cast<unsigned>(static_cast<uint64_t>(a) * b >> 32);
 }
@@ -83,7 +111,7 @@ inline T max(T a, T b) {
   return a < b ? b : a;
 }
 
-inline dim3 threadIdx, blockIdx, blockDim;  // of the thread that runs
+inline dim3 threadIdx, blockIdx, blockDim, gridDim;  // of the thread that runs
 
 namespace emulated {
 
@@ -91,8 +119,18 @@ namespace emulated {
 enum Swap { kNothing, kA, kB, kSum, kPlain, kTransposed };
 inline Swap swap = kNothing;
 constexpr int kFirst = 13, kSecond = 22;
+// The wait of the sources that is left out, to be noticed; -1: none. The warp that goes on only
+// when no other can, by its number modulo those of a block. Whether copies arrive at once, or when
+// all threads wait.
+inline int missing = -1, late = -1;
+inline bool early;
+inline bool there(int wait) {
+  return wait != missing;
+}
 
-constexpr size_t kStack = 256 << 10;
+constexpr size_t kStack = 64 << 10;
+constexpr size_t kShared = 227 << 10;  // the most that a block may have
+inline std::vector<uint8_t *> shared;  // that of each kernel file
 
 struct Warp {
   void *given[32];
@@ -101,7 +139,22 @@ struct Warp {
 struct Block {
   std::vector<Warp> warps;
   int live = 0, waiting = 0, turn = 0;
+  int named[16] = {}, named_turn[16] = {};  // those that wait at a barrier of some warps
   std::function<void()> body;
+};
+struct Copy {
+  void *to;
+  const void *from;  // null: zeros
+  size_t bytes;
+  uint64_t *barrier;
+  void (*arrive)(uint64_t *barrier, size_t bytes);
+  void make() const {
+    if (from != nullptr)
+      memcpy(to, from, bytes);
+    else
+      memset(to, 0, bytes);
+    if (arrive != nullptr) arrive(barrier, bytes);
+  }
 };
 struct Thread {
   ucontext_t context;  // only to begin: setjmp needs no system call
@@ -111,12 +164,29 @@ struct Thread {
   bool begun = false, done = false;
   const int *turn = nullptr;  // it waits for this to be another number
   int seen = 0;
+  std::vector<Copy> copies;  // asynchronous ones on their way, group by group
+  std::vector<size_t> groups;
 };
+inline std::vector<Copy> bulk;              // those of the block
+inline std::vector<const void *> barriers;  // that it has made
+inline void check_barrier(const void *barrier) {
+  for (const void *made : barriers)
+    if (made == barrier) return;
+  fprintf(stderr, "emulated: a barrier is used that was not made\n");
+  abort();
+}
 inline Block *block;
 inline Thread *now;
 inline jmp_buf rounds;
 inline bool moved;  // somebody went on in this round
 
+inline void send(const Copy &copy) {
+  moved = true;
+  if (early)
+    copy.make();
+  else
+    bulk.push_back(copy);
+}
 inline void give_way() {
   if (!_setjmp(now->place)) _longjmp(rounds, 1);
 }
@@ -169,13 +239,21 @@ inline void run(Thread *thread) {
   now->begun = true;
   setcontext(&now->context);
 }
-inline void run_block(Block *what, std::vector<Thread> *threads) {
+inline void run_block(Block *what, Thread *threads, int n) {
   block = what;
-  block->live = static_cast<int>(threads->size());
-  block->warps.assign(threads->size() / 32, Warp());
-  for (size_t i = 0; i < threads->size(); i++) {
-    Thread &thread = (*threads)[i];
-    thread.number = static_cast<int>(i);
+  block->live = n;
+  block->waiting = 0;
+  for (int &waiting : block->named) waiting = 0;
+  bulk.clear();
+  barriers.clear();
+  for (uint8_t *memory : shared) memset(memory, 0x7f, kShared);
+  block->warps.assign(static_cast<size_t>(n / 32), Warp());
+  for (int i = 0; i < n; i++) {
+    Thread &thread = threads[i];
+    thread.number = i;
+    thread.turn = nullptr;
+    thread.copies.clear();
+    thread.groups.clear();
     thread.begun = thread.done = false;
     getcontext(&thread.context);
     thread.context.uc_stack.ss_sp = thread.stack.data();
@@ -184,9 +262,18 @@ inline void run_block(Block *what, std::vector<Thread> *threads) {
   }
   while (block->live > 0) {
     moved = false;
-    for (Thread &thread : *threads) {
-      if (thread.done || (thread.turn != nullptr && *thread.turn == thread.seen)) continue;
-      run(&thread);
+    for (const bool last : {false, true})
+      for (int i = 0; i < n && !(last && moved); i++) {
+        Thread &thread = threads[i];
+        if (thread.done || (late >= 0 && i >> 5 == late % (n >> 5)) != last) continue;
+        if (thread.turn != nullptr && *thread.turn == thread.seen) continue;
+        run(&thread);
+      }
+    if (!moved && !bulk.empty()) {
+      const Copy first = bulk.front();
+      bulk.erase(bulk.begin());
+      first.make();
+      moved = true;
     }
     if (!moved) {
       fprintf(stderr, "emulated: threads wait for each other for ever\n");
@@ -242,6 +329,18 @@ inline bool __any_sync(unsigned, bool mine) {
   });
   return mine;
 }
+inline unsigned __ballot_sync(unsigned, bool mine) {
+  struct Both {
+    bool in;
+    unsigned out;
+  } both = {mine, 0};
+  emulated::meet(&both, [](Both **all) {
+    unsigned bits = 0;
+    for (int lane = 0; lane < 32; lane++) bits |= static_cast<unsigned>(all[lane]->in) << lane;
+    for (int lane = 0; lane < 32; lane++) all[lane]->out = bits;
+  });
+  return both.out;
+}
 inline size_t __cvta_generic_to_shared(const void *p) {
   return reinterpret_cast<size_t>(p);
 }
@@ -250,6 +349,7 @@ inline size_t __cvta_generic_to_shared(const void *p) {
 typedef void *cudaStream_t;
 enum cudaError_t { cudaSuccess };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
 enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
@@ -271,18 +371,39 @@ template <class F>
 inline cudaError_t cudaFuncSetAttribute(F *, cudaFuncAttribute, int) {
   return cudaSuccess;
 }
+inline cudaError_t cudaGetDevice(int *device) {
+  *device = 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int *out, cudaDeviceAttr, int) {
+  *out = 3;
+  return cudaSuccess;
+}
+template <class F>
+inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *out, F *, int, size_t) {
+  *out = 2;
+  return cudaSuccess;
+}
+namespace emulated {
+template <class... P, class... A>
+inline void launch(dim3 grid, dim3 threads_of, void (*kernel)(P...), const A &...arguments) {
+  static std::vector<Thread> threads;
+  if (threads.size() < threads_of.x) threads.resize(threads_of.x);
+  Block block;
+  blockDim = threads_of;
+  gridDim = grid;
+  block.body = [&]() { kernel(arguments...); };
+  for (unsigned i = 0; i < grid.x * grid.y * grid.z; i++) {
+    blockIdx = {i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y};
+    run_block(&block, threads.data(), threads_of.x);
+  }
+}
+}  // namespace emulated
 template <class... P, class... A>
 inline cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(P...),
                                       A &&...arguments) {
-  std::vector<emulated::Thread> threads(config->blockDim.x);
-  emulated::Block block;
-  blockDim = config->blockDim;
-  block.body = [&]() { kernel(arguments...); };
-  const dim3 grid = config->gridDim;
-  for (unsigned i = 0; i < grid.x * grid.y * grid.z; i++) {
-    blockIdx = {i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y};
-    emulated::run_block(&block, &threads);
-  }
+  if (config->dynamicSmemBytes > emulated::kShared) abort();
+  emulated::launch(config->gridDim, config->blockDim, kernel, arguments...);
   return cudaSuccess;
 }
 
@@ -378,17 +499,26 @@ inline uint4 load_transposed(const void *row) {
 
 template <int kBytes>
 inline void copy_async(void *to, const void *from, bool there) {
-  if (there)
-    memcpy(to, from, kBytes);
-  else
-    memset(to, 0, kBytes);
+  emulated::now->copies.push_back({to, there ? from : nullptr, kBytes, nullptr, nullptr});
 }
-inline void copy_commit() {}
+inline void copy_commit() {
+  emulated::now->groups.push_back(emulated::now->copies.size());
+}
 template <int kLeft>
-inline void copy_wait() {}
+inline void copy_wait() {
+  std::vector<size_t> &groups = emulated::now->groups;
+  std::vector<emulated::Copy> &copies = emulated::now->copies;
+  if (groups.size() <= kLeft) return;
+  const size_t ready = groups[groups.size() - 1 - kLeft];
+  for (size_t i = 0; i < ready; i++) copies[i].make();
+  copies.erase(copies.begin(), copies.begin() + static_cast<long>(ready));
+  groups.erase(groups.begin(), groups.end() - kLeft);
+  for (size_t &end : groups) end -= ready;
+}
 
 // A barrier of one arrival counts its phases.
 inline void barrier_init(uint64_t *barrier, int) {
+  emulated::barriers.push_back(barrier);
   *barrier = 0;
 }
 inline void barrier_arrive(uint64_t *barrier) {
@@ -396,11 +526,76 @@ inline void barrier_arrive(uint64_t *barrier) {
   emulated::moved = true;
 }
 inline void copy_bulk(void *to, const void *from, int bytes, uint64_t *barrier) {
-  memcpy(to, from, static_cast<size_t>(bytes));
-  barrier_arrive(barrier);
+  emulated::send({to, from, static_cast<size_t>(bytes), barrier,
+                  [](uint64_t *b, size_t) { barrier_arrive(b); }});
 }
 inline void barrier_wait(uint64_t *barrier, int parity) {
+  emulated::check_barrier(barrier);
   while (static_cast<int>(*barrier & 1) == parity) emulated::give_way();
+}
+
+// ---- bulk copies and their barriers. Addresses are 32 bits: programs are linked to low ones.
+struct BulkBarrier {
+  uint16_t arrivals, left;
+  int32_t bytes : 31;  // that are still to come
+  uint32_t phase : 1;
+};
+static_assert(sizeof(BulkBarrier) == 8, "as large as the device's");
+inline uint8_t *at_shared(unsigned at) {
+  return reinterpret_cast<uint8_t *>(static_cast<uintptr_t>(at));
+}
+inline BulkBarrier *barrier_at(unsigned at) {
+  emulated::check_barrier(at_shared(at));
+  return reinterpret_cast<BulkBarrier *>(at_shared(at));
+}
+inline void bulk_turn(BulkBarrier *barrier) {
+  emulated::moved = true;
+  if (barrier->left > 0 || barrier->bytes != 0) return;
+  barrier->left = barrier->arrivals;
+  barrier->phase ^= 1;
+}
+inline void bulk_barrier(unsigned barrier, unsigned arrivals) {
+  emulated::barriers.push_back(at_shared(barrier));
+  *barrier_at(barrier) = {static_cast<uint16_t>(arrivals), static_cast<uint16_t>(arrivals), 0, 0};
+}
+inline void bulk_barriers_made() {}
+inline void bulk_expect(unsigned barrier, unsigned bytes) {
+  barrier_at(barrier)->bytes += static_cast<int>(bytes);
+  barrier_at(barrier)->left--;
+  bulk_turn(barrier_at(barrier));
+}
+inline void bulk_arrive(unsigned barrier) {
+  barrier_at(barrier)->left--;
+  bulk_turn(barrier_at(barrier));
+}
+inline void bulk_wait(unsigned barrier, unsigned phase) {
+  while (barrier_at(barrier)->phase == phase) emulated::give_way();
+}
+inline void bulk_load(unsigned to, const void *from, unsigned bytes, unsigned barrier) {
+  if ((to | bytes | static_cast<unsigned>(reinterpret_cast<uintptr_t>(from))) & 15) abort();
+  emulated::send({at_shared(to), from, bytes, reinterpret_cast<uint64_t *>(barrier_at(barrier)),
+                  [](uint64_t *b, size_t n) {
+                    BulkBarrier *const at = reinterpret_cast<BulkBarrier *>(b);
+                    at->bytes -= static_cast<int>(n);
+                    bulk_turn(at);
+                  }});
+}
+inline void bulk_ahead(const void *, unsigned) {}
+inline int pinned_lane() {
+  return emulated::now->number & 31;
+}
+inline void named_barrier(int name, int threads) {
+  emulated::Block *const block = emulated::block;
+  const int turn = block->named_turn[name];
+  if (++block->named[name] == threads) {
+    block->named[name] = 0;
+    block->named_turn[name]++;
+    emulated::moved = true;
+  }
+  emulated::wait_for(&block->named_turn[name], turn);
+}
+inline void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  mma16<false>(c, {a[0], a[1], a[2], a[3]}, b0, b1);
 }
 
 inline uint32_t two_halves(float x, float y) {
@@ -412,6 +607,10 @@ inline uint32_t two_halves(float x, float y) {
 inline uint32_t e4m3_halves(uint32_t two) {
   return two_halves(e4m3_to_f32(static_cast<uint8_t>(two)),
                     e4m3_to_f32(static_cast<uint8_t>(two >> 8)));
+}
+inline void four_halves(unsigned bytes, unsigned &lower, unsigned &upper) {
+  lower = e4m3_halves(bytes);
+  upper = e4m3_halves(bytes >> 16);
 }
 inline uint32_t bf16_halves(uint32_t two) {
   const auto near = [](float x) { return fminf(fmaxf(x, -65504.0f), 65504.0f); };

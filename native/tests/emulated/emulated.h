@@ -16,12 +16,18 @@ struct Random {
   }
 };
 
-// PROGRAM SEED [a|b|sum|plain|transposed]
+// PROGRAM SEED [a|b|sum|plain|transposed], with two lanes swapped, or
+// PROGRAM SEED WAIT|none WARP early|late, with a wait left out while a warp is late.
 inline unsigned begin(int argc, char **argv) {
   const char *names[] = {"", "a", "b", "sum", "plain", "transposed"};
   for (int i = 1; i < 6 && argc > 2; i++)
     if (strcmp(argv[2], names[i]) == 0) swap = static_cast<Swap>(i);
-  if (argc < 2 || (argc > 2 && swap == kNothing)) exit(2);
+  if (argc > 4) {
+    if (strcmp(argv[2], "none") != 0) missing = atoi(argv[2]);
+    late = atoi(argv[3]);
+    early = strcmp(argv[4], "early") == 0;
+  }
+  if (argc < 2 || (argc == 3 && swap == kNothing)) exit(2);
   return static_cast<unsigned>(atoi(argv[1]));
 }
 
@@ -36,6 +42,7 @@ inline bool near(const char *what, const std::vector<float> &found,
   const double distance = sqrt(off / size);
   if (distance <= limit) return true;
   fprintf(stderr, "wrong: %s %g\n", what, distance);
+  if (missing >= 0) exit(1);
   return false;
 }
 
