@@ -66,21 +66,18 @@ template <>
 struct Expand<KSL_ENC_E2M3> {
   static constexpr int kBytes = kBlockE2m3;
   static constexpr bool kLate = true;  // its scales multiply sums of 128 elements
-  uint2 scales, plane;
+  uint2 plane;
   uint4 codes;
 
-  __device__ void begin(const uint8_t *block, int) {
-    scales = *reinterpret_cast<const uint2 *>(block + 3072);
-  }
+  __device__ void begin(const uint8_t *, int) {}
   __device__ void piece(const uint8_t *block, int lane, int piece) {
     codes = reinterpret_cast<const uint4 *>(block)[piece * 32 + lane];
     plane =
         reinterpret_cast<const uint2 *>(block + 2048)[((piece >> 1) * 32 + lane) * 2 + (piece & 1)];
   }
   // The scales of rows g and g + 8 for pieces [2 half, 2 half + 2).
-  __device__ float2 factors(int half) const {
-    const unsigned both = half ? scales.y : scales.x;
-    return __half22float2(*reinterpret_cast<const __half2 *>(&both));
+  __device__ float2 factors(const uint8_t *block, int half) const {
+    return __half22float2(reinterpret_cast<const __half2 *>(block + 3072)[half]);
   }
   __device__ void fragment(int i, unsigned (&a)[4]) const {
     unsigned bytes[4];

@@ -113,6 +113,13 @@ __device__ inline void plain_row(const PlainArgs &a, int item, int token, int la
   plain_row<kTokens, kUnroll>(a, a.x, item, token, lane);
 }
 
+// Whether all of them are such rows.
+inline bool plain_ring_takes(const PlainArgs &a) {
+  for (int i = 0; i < a.n; i++)
+    if (a.matrices[i].encoding != KSL_ENC_BF16 || a.matrices[i].cols % 8 != 0) return false;
+  return a.n > 0;
+}
+
 // Brings row `item` into L2, where that is what is stored.
 __device__ inline void plain_ahead(const PlainArgs &a, int item) {
   if (item >= a.first_row[a.n]) return;

@@ -14,7 +14,7 @@
 #include "../common/bulk.cuh"
 #include "../norm/run.cuh"
 #include "expand.cuh"
-#include "plain.cuh"
+#include "plain_ring.cuh"
 
 namespace ksl {
 namespace {
@@ -36,10 +36,11 @@ struct StreamArgs {
   const uint8_t *data;
   const float *scale;
   int supers, tiles, set_tiles, ways, slices, shares;
-  int joins, slice_ways;  // slices that a block adds, and the ways of each
-  int steps;              // of the longest chain
-  int stages;             // of a ring
-  int plain_warps;        // of a block
+  int joins, slice_ways;     // slices that a block adds, and the ways of each
+  int steps;                 // of the longest chain
+  int stages;                // of a ring
+  int plain_warps;           // of a block
+  int plain_half, plain_at;  // of a ring for plain rows, 0: there is none; where it lies
   int n_parts;
   PackedPart parts[kGroupParts];
   Output outputs[kGroupParts];  // by part
@@ -107,7 +108,7 @@ __device__ inline void consume(const uint8_t *const (&blocks)[kTiles], const uin
       if ((piece & 1) == 0) continue;
 #pragma unroll
       for (int m = 0; m < kTiles; m++) {
-        const float2 factors = expand[m].factors(piece >> 1);
+        const float2 factors = expand[m].factors(blocks[m], piece >> 1);
 #pragma unroll
         for (int i = 0; i < kGroups * 4; i++)
           sum[m][i >> 2][i & 3] =
@@ -204,17 +205,19 @@ struct Chain {
 };
 
 // What the warps behind the others do; the rows are dealt out to blocks, the tokens to warps.
+// kUnroll: rounds whose loads are in flight together.
+template <int kUnroll>
 __device__ inline void take_plain(const StreamArgs &a, int warp, int lane) {
   const int rows = a.plain.first_row[a.plain.n];
   if (warp == 0 && lane == 0) plain_ahead(a.plain, blockIdx.x);
   wait_before();
   for (int item = blockIdx.x; item < rows; item += gridDim.x) {
     if (a.tokens == 1) {
-      if (warp == 0) plain_row<1>(a.plain, item, 0, lane);
+      if (warp == 0) plain_row<1, kUnroll>(a.plain, item, 0, lane);
       continue;
     }
     for (int token = warp * kPlainTokens; token < a.tokens; token += a.plain_warps * kPlainTokens)
-      plain_row<kPlainTokens>(a.plain, item, token, lane);
+      plain_row<kPlainTokens, kUnroll>(a.plain, item, token, lane);
   }
 }
 
@@ -311,8 +314,8 @@ __device__ inline void make_norm(const StreamArgs &a, int run, int lane, unsigne
   asm volatile("bar.sync 2, %0;" ::"r"(threads) : "memory");
 }
 
-// Stages that blocks beside others fill before they wait: loads of the kernel in front, for which
-// they wait, and those of a norm, would stand in line behind more.
+// Stages that blocks beside others, and those of stream_many, fill before they wait: loads of the
+// kernel in front, for which they wait, and those of a norm, would stand in line behind more.
 constexpr int kStagesAhead = 2;
 
 // Up to kTokens tokens: the activations of the slice stay in shared memory, and a ring, which one
@@ -356,7 +359,7 @@ __device__ inline void few(const StreamArgs &a) {
     if constexpr (kBeside)
       take_few_plain<kTokens>(a, lane);
     else
-      take_plain(a, warp - warps - 1, lane);
+      take_plain<4>(a, warp - warps - 1, lane);
     return;
   }
   const Share share(a);
@@ -476,80 +479,85 @@ __global__ void __maxnreg__(kBesideRegisters) stream_normed(const __grid_constan
 // a stage has one block of every tile and way. The others have kTiles tiles each, or one of their
 // ways.
 template <int kEncoding, int kTiles, int kGroups>
-__global__ void __launch_bounds__((kBoundWarps / kTiles + kMaxPlainWarps + 1) * 32, 1)
-    stream_many(const __grid_constant__ StreamArgs a) {
-  constexpr int kBytes = Expand<kEncoding>::kBytes, kTokens = 8 * kGroups, kSuperBytes = 4096;
+__device__ inline void many(const StreamArgs &a) {
+  constexpr int kBytes = Expand<kEncoding>::kBytes, kTokens = 8 * kGroups;
   extern __shared__ __align__(128) uint8_t memory[];
   allow_next();
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, stages = a.stages;
+  const int lane = pinned_lane(), warp = threadIdx.x >> 5, stages = a.stages;
   const int rows = (a.set_tiles + kTiles - 1) / kTiles, consumers = rows * a.ways;
-  const Share share(a);
-  const int token = blockIdx.y * kTokens;
-  const int steps = a.steps;
-  const int weights = a.set_tiles * kBytes;
-  const int part = weights + kGroups * kSuperBytes, stage = part * a.ways;
+  const int weights = a.set_tiles * kBytes, part = weights + kGroups * kSuperBytes;
+  const int stage = part * a.ways;
   const unsigned base = shared_at(memory), barriers = base + stages * stage;  // full, empty
   if (threadIdx.x == 0) {
     for (int i = 0; i < stages; i++) {
       bulk_barrier(barriers + i * 16, 1);
       bulk_barrier(barriers + i * 16 + 8, consumers);
     }
+    plain_ring_barriers({a.plain_warps, 2 * a.plain_half, memory + a.plain_at});
     bulk_barriers_made();
   }
   __syncthreads();
   if (warp > consumers) {
-    if (blockIdx.y == 0) take_plain(a, warp - consumers - 1, lane);
+    if (blockIdx.y > 0) return;
+    if (a.plain_half > 0)
+      plain_rows_ring({a.plain_warps, 2 * a.plain_half, memory + a.plain_at}, a.plain,
+                      warp - consumers - 1, lane);
+    else
+      take_plain<1>(a, warp - consumers - 1, lane);
     return;
   }
+  const Share share(a);
+  const int token = blockIdx.y * kTokens, steps = a.steps;
   if (warp == consumers) {
+    // A lane has a tile of a way, or eight of its tokens.
+    const int items = a.set_tiles + kGroups, way = min(lane / items, a.ways - 1);
+    const int slot = lane - way * items, group = (token >> 3) + slot - a.set_tiles;
+    const bool has_tokens = slot >= a.set_tiles;
+    const Chain chain(a, share, way);
+    const int n = chain.n, super = share.begin + chain.skip;
+    const int bytes = has_tokens ? kSuperBytes : kBytes;
     const int64_t tile_bytes = static_cast<int64_t>(a.supers) * kBytes;
-    const int groups = min(kGroups, (a.tokens - token + 7) >> 3);
-    const int total = (share.last - share.first + a.set_tiles - 1) / a.set_tiles * steps;
-    // Of the way of this lane.
-    const Chain chain(a, share, lane < a.ways ? lane : 0);
-    const int begins = chain.skip, ends = lane < a.ways ? chain.skip + chain.n : 0;
+    const int64_t set_bytes = has_tokens ? 0 : a.set_tiles * tile_bytes;
+    const uint8_t *const from =
+        (has_tokens ? a.x + group * a.group_bytes : a.data + (share.first + slot) * tile_bytes) +
+        static_cast<int64_t>(super) * bytes;
+    const unsigned to = base + way * part +
+                        (has_tokens ? weights + (slot - a.set_tiles) * kSuperBytes : slot * kBytes);
+    const bool used = slot < items && (!has_tokens || group * 8 < a.tokens);
     // Walks over sets, and the steps of each.
     struct Walk {
       int set, step;
+      const uint8_t *from;  // of the set
     };
-    const auto fetch = [&](Walk &at, int place, bool with_weights, bool with_tokens) {
-      const int there = min(a.set_tiles, share.last - at.set);
+    const auto fetch = [&](Walk &at, int place, bool announced, bool with_weights,
+                           bool with_tokens) {
+      const bool there = used && at.step < n && (has_tokens || at.set + slot < share.last);
       const unsigned full = barriers + place * 16;
-      if (with_weights) {
-        const int ways = __popc(__ballot_sync(kAll, begins + at.step < ends));
-        if (lane == 0) bulk_expect(full, ways * (there * kBytes + groups * kSuperBytes));
+      if (announced) {
+        const int tiles = __popc(__ballot_sync(kAll, there && !has_tokens));
+        const int groups = __popc(__ballot_sync(kAll, there && has_tokens));
+        if (lane == 0) bulk_expect(full, tiles * kBytes + groups * kSuperBytes);
         __syncwarp();
       }
-      for (int w = 0; w < a.ways; w++) {
-        const int super = __shfl_sync(kAll, begins, w) + at.step;
-        if (super >= __shfl_sync(kAll, ends, w)) continue;
-        const unsigned to = base + place * stage + w * part;
-        if (with_weights && lane < there)
-          bulk_load(to + lane * kBytes,
-                    a.data + (at.set + lane) * tile_bytes +
-                        static_cast<int64_t>(share.begin + super) * kBytes,
-                    kBytes, full);
-        if (with_tokens && lane < groups)
-          bulk_load(to + weights + lane * kSuperBytes,
-                    a.x + ((token >> 3) + lane) * a.group_bytes +
-                        static_cast<int64_t>(share.begin + super) * kSuperBytes,
-                    kSuperBytes, full);
-      }
-      if (++at.step == steps) at = {at.set + a.set_tiles, 0};
+      if (there && (has_tokens ? with_tokens : with_weights))
+        bulk_load(to + place * stage, at.from + at.step * bytes, bytes, full);
+      if (++at.step == steps) at = {at.set + a.set_tiles, 0, at.from + set_bytes};
     };
-    const int ready = min(stages, total);
-    Walk at = {share.first, 0}, tokens_at = at;
-    for (int i = 0; i < ready; i++) fetch(at, i, true, false);
+    const int total = (share.last - share.first + a.set_tiles - 1) / a.set_tiles * steps;
+    const int ready = min(min(kStagesAhead, stages), total);
+    Walk at = {share.first, 0, from}, tokens_walk = at;
+    for (int i = 0; i < ready; i++) fetch(at, i, true, true, false);
     wait_before();
-    for (int i = 0; i < ready; i++) fetch(tokens_at, i, false, true);
-    int place = 0, phase = 0;
+    for (int i = 0; i < ready; i++) fetch(tokens_walk, i, false, false, true);
+    int place = ready, phase = 1;  // of the round before, which a new barrier has behind it
     for (int i = ready; i < total; i++) {
-      bulk_wait(barriers + place * 16 + 8, phase);
-      fetch(at, place, true, true);
-      if (++place == stages) {
+      if (place == stages) {
         place = 0;
         phase ^= 1;
       }
+      if (lane == 0) bulk_wait(barriers + place * 16 + 8, phase);
+      __syncwarp();
+      fetch(at, place++, true, true, true);
     }
     return;
   }
@@ -558,8 +566,13 @@ __global__ void __launch_bounds__((kBoundWarps / kTiles + kMaxPlainWarps + 1) * 
   const int n = Chain(a, share, way).n;
   // [rows][ways - 1][kTiles kGroups 4][32]: sums of the ways but the first
   float *others = reinterpret_cast<float *>(memory + stages * (stage + 16));
-  int place = 0, phase = 0;
+  const uint8_t *const own = memory + way * part + row * kTiles * kBytes;
+  const uint8_t *const x = memory + way * part + weights + lane * 16;
+  const unsigned last_full = barriers + stages * 16;
+  unsigned full = barriers;
+  int phase = 0, moved = 0;  // by stages
   for (int set = share.first; set < share.last; set += a.set_tiles) {
+    const bool works = set + row * kTiles < share.last;
     float sum[kTiles][kGroups][4] = {};
     constexpr bool kLate =
         kTiles * kGroups >= (Expand<kEncoding>::kLate ? kScalesLateTwice : kScalesLate);
@@ -567,26 +580,29 @@ __global__ void __launch_bounds__((kBoundWarps / kTiles + kMaxPlainWarps + 1) * 
 #pragma unroll
     for (int m = 0; m < kTiles && !kLate; m++)
       scales[m] = row_scales(a, set + row * kTiles + m, share.last, lane);
+#pragma unroll 1
     for (int i = 0; i < steps; i++) {
-      bulk_wait(barriers + place * 16, phase);
-      if (i < n) {
-        const uint8_t *from = memory + place * stage + way * part;
-        const uint8_t *at[kTiles];
+      bulk_wait(full, phase);
+      if (works && i < n) {
+        const uint8_t *at[kTiles];  // of a tile that the set lacks, what lies behind it
 #pragma unroll
-        for (int m = 0; m < kTiles; m++)
-          at[m] = from + min(row * kTiles + m, a.set_tiles - 1) * kBytes;
-        consume<kEncoding, kTiles, kGroups, 512>(at, from + weights + lane * 16, lane, sum);
+        for (int m = 0; m < kTiles; m++) at[m] = own + moved + m * kBytes;
+        consume<kEncoding, kTiles, kGroups, 512>(at, x + moved, lane, sum);
       }
       __syncwarp();
-      if (lane == 0) bulk_arrive(barriers + place * 16 + 8);
-      if (++place == stages) {
-        place = 0;
+      if (lane == 0) bulk_arrive(full + 8);
+      full += 16;
+      moved += stage;
+      if (full == last_full) {
+        full = barriers;
+        moved = 0;
         phase ^= 1;
       }
     }
+    const int own_lane = pinned_lane();  // so that nothing of this is computed before the loop
     if (a.ways > 1) {
       constexpr int kSums = kTiles * kGroups * 4;
-      float *to = others + row * (a.ways - 1) * kSums * 32 + lane;
+      float *to = others + row * (a.ways - 1) * kSums * 32 + own_lane;
       if (way > 0) {
 #pragma unroll
         for (int i = 0; i < kSums; i++)
@@ -601,16 +617,26 @@ __global__ void __launch_bounds__((kBoundWarps / kTiles + kMaxPlainWarps + 1) * 
     for (int m = 0; m < kTiles; m++) {
       const int slot = row * kTiles + m;
       if (slot >= a.set_tiles || set + slot >= share.last) continue;
-      if (kLate) scales[m] = row_scales(a, set + slot, share.last, lane);
+      if (kLate) scales[m] = row_scales(a, set + slot, share.last, own_lane);
 #pragma unroll
       for (int t = 0; t < kGroups; t++) {
         scale_group(a, scales[m], sum[m][t]);
         if (kTiles * kGroups == 1 && a.joins > 1)
-          join_second(a, others + row * (a.ways - 1) * 128 + lane, scales[m], sum[m][t]);
-        write_group(a, set + slot, share.slice, token + t * 8, lane, sum[m][t]);
+          join_second(a, others + row * (a.ways - 1) * 128 + own_lane, scales[m], sum[m][t]);
+        write_group(a, set + slot, share.slice, token + t * 8, own_lane, sum[m][t]);
       }
     }
   }
+}
+
+// A block has no more warps than leave 80 registers to each: all tiles and ways, who fetches, and
+// three of plain rows.
+template <int kEncoding, int kTiles, int kGroups>
+__global__ void __launch_bounds__((kBoundWarps / kTiles + kMaxPlainWarps) * 32, 1)
+    stream_many(const __grid_constant__ StreamArgs a) {
+  // The sums of two tiles and 32 tokens are kept twice in FP6, for which sm_120a has no registers.
+  if constexpr (kEncoding != KSL_ENC_E2M3 || kGroups != 4 || (kTiles == 2) == kHasRoom)
+    many<kEncoding, kTiles, kGroups>(a);
 }
 
 }  // namespace

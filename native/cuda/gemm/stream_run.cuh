@@ -47,13 +47,24 @@ inline StreamArgs stream_args(const Packed &m, const Split &x, const Output *out
   return a;
 }
 
-// Launches with as many stages as there is room for in `most`.
+constexpr int kMostPlainHalf = 4;
+// Launches with as many stages as there is room for in `most`; what is left, a ring for plain rows
+// with rounds of so many bytes may have.
 template <class Bytes>
 void launch_stream(Device *device, void (*kernel)(StreamArgs), StreamArgs a, int warps, int sets,
-                   int64_t most, Bytes bytes) {
+                   int64_t most, Bytes bytes, int round = 0) {
   a.stages = 8;
   while (a.stages > 1 && bytes(a.stages) > most) a.stages--;
-  const int64_t least = stream_least(device->room), needed = bytes(a.stages);
+  const int64_t least = stream_least(device->room);
+  int64_t needed = bytes(a.stages);
+  if (round > 0 && plain_ring_takes(a.plain)) {
+    // Plain rows without a ring would end last.
+    if (a.stages > 2 && most - needed < 2 * round) needed = bytes(--a.stages);
+    const int64_t half = (most - needed) / (2 * round);
+    a.plain_half = static_cast<int>(half < kMostPlainHalf ? half : kMostPlainHalf);
+    a.plain_at = static_cast<int>(needed);
+    needed += 2 * a.plain_half * round;
+  }
   launch_chained(device, "stream", kernel, dim3(a.shares * a.slices, sets),
                  (warps + a.plain_warps) * 32, needed > least ? needed : least, a);
 }
@@ -96,17 +107,28 @@ bool run_few_beside(Device *device, const StreamArgs &a) {
   return true;
 }
 
+// Whether the kernels are those of sm_120a.
+inline bool small_blocks(const Device *device) {
+  return device->room.block_bytes <= kSmallRoom;
+}
+
 template <int kEncoding, int kTiles, int kGroups>
-void run_many(Device *device, const StreamArgs &a) {
-  static const bool raised =
-      raise_shared(device, stream_many<kEncoding, kTiles, kGroups>, stream_most(device->room));
+void run_many(Device *device, StreamArgs a) {
+  const auto kernel = stream_many<kEncoding, kTiles, kGroups>;
+  static const bool raised = raise_shared(device, kernel, stream_most(device->room));
   (void)raised;
-  launch_stream(device, stream_many<kEncoding, kTiles, kGroups>, a,
-                divide_up(a.set_tiles, kTiles) * a.ways + 1, divide_up(a.tokens, 8 * kGroups),
-                stream_most(device->room), [&](int stages) {
-                  return stream_many_bytes(shares_of(a), Expand<kEncoding>::kBytes, stages, kTiles,
-                                           kGroups);
-                });
+  const int warps = divide_up(a.set_tiles, kTiles) * a.ways;
+  // One less beside all the warps that a block of weights can have.
+  const int all = small_blocks(device) ? kSmallStreamWarps : kMaxStreamWarps;
+  if (a.plain_warps == kMaxPlainWarps && warps >= all / kTiles) a.plain_warps--;
+  const auto bytes = [&](int stages) {
+    return stream_many_bytes(shares_of(a), Expand<kEncoding>::kBytes, stages, kTiles, kGroups);
+  };
+  const int64_t beside = stream_most_beside(device->room);
+  const bool leaves = kGroups == 1 && bytes(kStagesAhead + 1) <= beside;
+  launch_stream(device, kernel, a, warps + 1, divide_up(a.tokens, 8 * kGroups),
+                leaves ? beside : stream_most(device->room), bytes,
+                plain_round_bytes(a.plain_warps));
 }
 
 // Where the activations of a whole slice do not fit beside the rings, stream_many takes few tokens
@@ -137,21 +159,29 @@ void run_stream(Device *device, const StreamArgs &a) {
       return;
     }
   }
-  if (kEncoding == KSL_ENC_NVFP4 && a.tokens <= 2 &&
-      (a.tokens == 1 ? run_few_beside<1>(device, a) : run_few_beside<2>(device, a)))
-    return;
-  if (a.tokens == 1)
-    run_few_if<kEncoding, 1>(device, a);
-  else if (a.tokens == 2)
-    run_few_if<kEncoding, 2>(device, a);
-  else if (a.tokens <= 4)
-    run_few_if<kEncoding, 4>(device, a);
-  else if (a.tokens <= 8)
-    run_many<kEncoding, 1, 1>(device, a);
-  else if (a.tokens <= 16)
-    run_many<kEncoding, 2, 2>(device, a);
-  else
-    run_many<kEncoding, 2, 4>(device, a);
+  constexpr bool kFp6 = kEncoding == KSL_ENC_E2M3;
+  if constexpr (kEncoding == KSL_ENC_NVFP4) {
+    if (a.tokens <= 2 &&
+        (a.tokens == 1 ? run_few_beside<1>(device, a) : run_few_beside<2>(device, a)))
+      return;
+  }
+  if (a.tokens == 1) return run_few_if<kEncoding, 1>(device, a);
+  if (a.tokens == 2) return run_few_if<kEncoding, 2>(device, a);
+  if (a.tokens <= 4) return run_few_if<kEncoding, 4>(device, a);
+  // Warps of two tiles are few enough for the next kernel to come up beside them. Those of sm_120a
+  // would be too few, and so, at 16 tokens, those of a product with one way.
+  const bool small = small_blocks(device);
+  if (a.tokens <= 8) {
+    if (small) return run_many<kEncoding, 1, 1>(device, a);
+    return run_many<kEncoding, 2, 1>(device, a);
+  }
+  if constexpr (kFp6) {
+    if (small && a.tokens > 16) return run_many<kEncoding, 1, 4>(device, a);
+  } else {
+    if (!small && a.tokens <= 16 && a.ways == 1) return run_many<kEncoding, 1, 2>(device, a);
+  }
+  if (a.tokens <= 16) return run_many<kEncoding, 2, 2>(device, a);
+  run_many<kEncoding, 2, 4>(device, a);
 }
 
 }  // namespace
