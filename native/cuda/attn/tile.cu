@@ -230,10 +230,12 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && kFormat != KSL_KV_BF1
   const int slots = kTiles == 1 ? 1 : (used == 1 ? 1 : kTiles);
   constexpr int kMine = kSteps * 32 / kThreads;  // fragments of a thread; all loads come first
   static_assert(kSteps * 32 % kThreads == 0, "whole rounds");
-#pragma unroll 1
-  for (int m = 0; m < slots; m++) {
-    float x[kMine][4];
-    const int l = threadIdx.x & 31, pair = m * 8 + (l >> 2);
+  const int l = threadIdx.x & 31;
+  float x[kTiles][kMine][4];
+#pragma unroll
+  for (int m = 0; m < kTiles; m++) {
+    if (m >= slots) break;
+    const int pair = m * 8 + (l >> 2);
     const bool there = pair < w.pairs;
     const float *q = query_at(there ? pair : 0);
 #pragma unroll
@@ -241,16 +243,8 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && kFormat != KSL_KV_BF1
 #pragma unroll
       for (int k = 0; k < 4; k++) {
         const int d = dim_of<kFormat>((threadIdx.x >> 5) + i * kWarps, k >> 1, l & 3);
-        x[i][k] = there ? q[d + (k & 1) * kPairStep<kFormat>] * unit : 0.0f;
+        x[m][i][k] = there ? q[d + (k & 1) * kPairStep<kFormat>] * unit : 0.0f;
       }
-    }
-#pragma unroll
-    for (int i = 0; i < kMine; i++) {
-      uint4 out;
-      halves<L::kBf16>(x[i][0], x[i][1], &out.x, &out.y);
-      halves<L::kBf16>(x[i][2], x[i][3], &out.z, &out.w);
-      reinterpret_cast<uint4 *>(
-          memory + L::kQuery)[(m * kSteps + (threadIdx.x >> 5) + i * kWarps) * 32 + l] = out;
     }
   }
   if (L::kQ4) {
@@ -262,12 +256,24 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && kFormat != KSL_KV_BF1
         const float4 *q = reinterpret_cast<const float4 *>(query_at(pair) + channels * 32);
 #pragma unroll
         for (int k = 0; k < 8; k++) {
-          const float4 x = q[k];
-          sum += ((x.x * unit + x.y * unit) + (x.z * unit + x.w * unit));
+          const float4 v = q[k];
+          sum += ((v.x * unit + v.y * unit) + (v.z * unit + v.w * unit));
         }
       }
       reinterpret_cast<float *>(memory + L::kSums)[(pair / 8 * kGroups + channels) * 8 + pair % 8] =
           sum;
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < kTiles; m++) {
+    if (m >= slots) break;
+#pragma unroll
+    for (int i = 0; i < kMine; i++) {
+      uint4 out;
+      halves<L::kBf16>(x[m][i][0], x[m][i][1], &out.x, &out.y);
+      halves<L::kBf16>(x[m][i][2], x[m][i][3], &out.z, &out.w);
+      reinterpret_cast<uint4 *>(
+          memory + L::kQuery)[(m * kSteps + (threadIdx.x >> 5) + i * kWarps) * 32 + l] = out;
     }
   }
   if (kTiles == 1 || used == 1)
