@@ -10,6 +10,7 @@ from collections.abc import Sequence as Items
 from kslserve.engine.types import Done, RowDone
 from kslserve.sched.spec.cost import RowCosts, WaveCosts
 from kslserve.sched.spec.drafter import Drafter
+from kslserve.sched.spec.patience import ROUND
 
 Round = Items[tuple[Drafter, int, int, RowDone]]
 
@@ -28,8 +29,11 @@ def drafts_took(costs: WaveCosts, done: Done, round: Round) -> None:
 def charge(costs: RowCosts, done: Done, round: Round, rows: int, excess: float, wave: int) -> float:
     """Settle with each drafter what its drafts saved and what the wave took beyond a plain one;
     returns what they saved in all, in plain waves. excess: what such waves take beyond it, MTP
-    drafts apart: what held up a single one says nothing of drafts. wave: id of the newest one."""
-    extra = excess + done.drafts_ns / 1e6 / costs.ms(rows)
+    drafts apart: what held up a single one says nothing of drafts. wave: id of the newest one.
+
+    The first MTP drafts after long also take the time of keys and values that were left until then
+    (cpu/mtp_backlog.cc): of that no more counts than of any round."""
+    extra = excess + min(done.drafts_ns / 1e6 / costs.ms(rows), ROUND)
     shares = sum(lanes + propose for _, lanes, propose, _ in round)
     each = extra / max(shares, 1)
     for drafter, lanes, propose, result in round:

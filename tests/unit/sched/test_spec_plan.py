@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kslserve.engine.types import RowDone
+from kslserve.engine.types import Done, RowDone
 from kslserve.sched.spec.acceptance import (
     DEPTH_FADE,
     DEPTH_KNOWN,
@@ -25,11 +25,13 @@ from kslserve.sched.spec.acceptance import (
     match_class,
     suffix_survival,
 )
+from kslserve.sched.spec.charge import charge
+from kslserve.sched.spec.cost import PROBE, RowCosts
 from kslserve.sched.spec.depth import GAIN, choose_depths, choose_lanes
 from kslserve.sched.spec.drafter import NEAR_MAX, STANDS, STRONG, Drafter
 from kslserve.sched.spec.index import SuffixIndex
 from kslserve.sched.spec.ladder import ROUNDS, Ladder
-from kslserve.sched.spec.patience import PAUSE_FIRST, PAUSE_LAST, TRIAL_FIRST, Patience
+from kslserve.sched.spec.patience import PAUSE_FIRST, PAUSE_LAST, ROUND, TRIAL_FIRST, Patience
 
 CHANCES = st.lists(
     st.lists(st.floats(0.01, 1.0), max_size=6).map(lambda p: list(itertools.accumulate(p, min))),
@@ -319,6 +321,20 @@ def test_one_lost_round_suspends_nothing() -> None:
     assert not drafter.asleep_until
     drafter.settle(-10.0, 4)
     assert drafter.asleep_until == 4 + 2 * PAUSE_FIRST
+
+
+@pytest.mark.parametrize("rounds", [0.5, 3.0, 200.0])
+def test_catching_up_is_charged_like_any_round(rounds: float) -> None:
+    """Keys and values of MTP that waited for a whole answer take their time in one wave: drafts of
+    all kinds would be suspended for thousands of waves."""
+    costs = RowCosts(2)
+    for wave in range(PROBE):
+        costs.plain(10.0, wave)
+    drafter = Drafter(Averages(MATCH_PRIOR), Averages(DEPTH_PRIOR), Patience(), 15)
+    done = Done(9, [], 0, 0, 0, int(10e6 * rounds))
+    saved = charge(costs, done, [(drafter, 0, 1, RowDone(0, (5,), 1))], 2, 0.0, 9)
+    assert saved == -min(rounds, ROUND)
+    assert not drafter.asleep_until
 
 
 def test_the_ladder_goes_down_only() -> None:
