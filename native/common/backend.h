@@ -46,8 +46,10 @@ struct BackendOps {
   // KSL_OK, or KSL_FATAL with a text: the engine is then poisoned.
   int (*run)(Backend *backend, const Wave *wave, ksl_done *done, ksl_error *error);
   // Null, or does what the wave that ran last left for later since nobody waits for it: its records
-  // are out, the wave is not there any more, and the next one has not begun.
-  void (*finish)(Backend *backend);
+  // are out, the wave is not there any more, and the next one has not begun. True if there is more,
+  // for which there is time while the engine has nothing to do: then it is called again, `idle`
+  // set, and does a piece of it that takes less than a wave.
+  bool (*finish)(Backend *backend, bool idle);
   // Null, or how many graphs the backend keeps and how many it has made.
   void (*graphs)(const Backend *backend, uint64_t *kept, uint64_t *made);
   void (*close)(Backend *backend);

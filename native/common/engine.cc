@@ -48,6 +48,7 @@ struct ksl_engine {
   ksl::WaveChecker checker;
   const ksl::BackendOps *ops;
   ksl::Backend *backend;
+  bool later;  // the backend has work for idle times; the engine thread's
   Opened opened;
 
   // Submit side, the caller's thread.
@@ -84,6 +85,7 @@ constexpr clockid_t kWaitClock = CLOCK_REALTIME;  // conditions know no other cl
 #else
 constexpr clockid_t kWaitClock = CLOCK_MONOTONIC;
 #endif
+constexpr int kIdleMs = 20;  // without a wave, before what was left for idle times is done
 
 // ---------------------------------------------------------------- descriptor
 
@@ -185,15 +187,48 @@ void run_wave(ksl_engine *e, RingEntry *entry) {
   }
   push(e, &tail, &end);
   publish(e, tail);
-  if (e->ops->finish != nullptr && !e->poisoned.load()) e->ops->finish(e->backend);
+  e->later = e->ops->finish != nullptr && !e->poisoned.load() && e->ops->finish(e->backend, false);
+}
+
+bool has_work(const ksl_engine *e) {
+  return e->started.load() != e->submitted.load() || e->closing.load();
+}
+
+timespec deadline_after(int ms) {
+  timespec t;
+  clock_gettime(kWaitClock, &t);
+  t.tv_sec += ms / 1000;
+  t.tv_nsec += static_cast<long>(ms % 1000) * 1000000;
+  if (t.tv_nsec >= 1000000000) {
+    t.tv_nsec -= 1000000000;
+    t.tv_sec++;
+  }
+  return t;
+}
+
+// Waits for a wave, or until the engine closes. The mutex is held. What the backend left for idle
+// times is done when nothing came for a while.
+void wait_for_work(ksl_engine *e) {
+  const timespec until = deadline_after(kIdleMs);
+  int rc = 0;
+  while (!has_work(e) && (!e->later || rc == 0)) {
+    if (e->later)
+      rc = pthread_cond_timedwait(&e->work, &e->mutex, &until);
+    else
+      pthread_cond_wait(&e->work, &e->mutex);
+  }
+  while (!has_work(e) && e->later) {
+    pthread_mutex_unlock(&e->mutex);
+    e->later = e->ops->finish(e->backend, true);
+    pthread_mutex_lock(&e->mutex);
+  }
 }
 
 // The next wave, or null when the engine closes.
 RingEntry *next_wave(ksl_engine *e) {
   pthread_mutex_lock(&e->mutex);
   const uint64_t number = e->started.load();
-  while (number == e->submitted.load() && !e->closing.load())
-    pthread_cond_wait(&e->work, &e->mutex);
+  while (!has_work(e)) wait_for_work(e);
   const bool any = number != e->submitted.load() && !e->abandon.load();
   if (any) {
     e->running.store(true);
@@ -222,7 +257,7 @@ int sync_open(ksl_engine *e, ksl_error *error) {
   pthread_condattr_setclock(&attributes, kWaitClock);
 #endif
   const bool ok = pthread_mutex_init(&e->mutex, nullptr) == 0 &&
-                  pthread_cond_init(&e->work, nullptr) == 0 &&
+                  pthread_cond_init(&e->work, &attributes) == 0 &&
                   pthread_cond_init(&e->idle, &attributes) == 0;
   pthread_condattr_destroy(&attributes);
   if (!ok) return fail(error, KSL_NOMEM, "no memory for the engine's locks");
@@ -266,18 +301,6 @@ int open_parts(ksl_engine *e, const ksl_config *config, const ksl_tensor *tensor
     return fail(error, KSL_NOMEM, "the engine thread does not start: %s", strerror(started));
   e->opened.thread = true;
   return KSL_OK;
-}
-
-timespec deadline_after(int ms) {
-  timespec t;
-  clock_gettime(kWaitClock, &t);
-  t.tv_sec += ms / 1000;
-  t.tv_nsec += static_cast<long>(ms % 1000) * 1000000;
-  if (t.tv_nsec >= 1000000000) {
-    t.tv_nsec -= 1000000000;
-    t.tv_sec++;
-  }
-  return t;
 }
 
 void stop_thread(ksl_engine *e, int deadline_ms) {

@@ -50,6 +50,16 @@ void gather_block(Backend *b, int block) {
   log->of_block[block] = 0;
 }
 
+// Makes blocks of the oldest entries until no more than `most` are left.
+void make_oldest(Backend *b, int most) {
+  Backlog *log = &b->backlog;
+  while (log->n > 0 && log->n > most) {
+    gather_block(b, log->block[log->first]);
+    pass_holes(log);
+  }
+  make_gathered(b);
+}
+
 }  // namespace
 
 int backlog_rows(const Backend *b) {
@@ -102,12 +112,14 @@ void backlog_settle_block(Backend *b, int block) {
 void backlog_make_room(Backend *b) {
   Backlog *log = &b->backlog;
   pass_holes(log);
-  if (log->room - log->n >= b->mtp_room) return;
-  while (log->n && log->room - log->n < b->mtp_room + kMtpBatch) {
-    gather_block(b, log->block[log->first]);
-    pass_holes(log);
-  }
-  make_gathered(b);
+  if (log->room - log->n < b->mtp_room) make_oldest(b, log->room - b->mtp_room - kMtpBatch);
+}
+
+bool backlog_shrink(Backend *b) {
+  Backlog *log = &b->backlog;
+  pass_holes(log);
+  make_oldest(b, log->n - kMtpBatch);
+  return log->n > 0;
 }
 
 }  // namespace ksl

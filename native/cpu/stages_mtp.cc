@@ -199,12 +199,14 @@ void mtp_follow(Backend *b) {
   if (drafting) settle_drafting(b);
 }
 
-void mtp_finish(Backend *b) {
+bool mtp_finish(Backend *b, bool idle) {
+  if (idle) return backlog_shrink(b);
   if (b->mtp_late) {
     b->mtp_late = false;
     follow_columns(b);
   }
   backlog_make_room(b);
+  return b->backlog.n > 0;
 }
 
 void mtp_make(Backend *b, Batch *batch) {

@@ -371,7 +371,7 @@ void stage_mtp_head(void *context, int layer);
 // hidden states of slabs move on. Where nothing in this wave reads them, a prompt's are made by
 // mtp_finish; a few columns go into the backlog.
 void mtp_follow(Backend *b);
-void mtp_finish(Backend *b);
+bool mtp_finish(Backend *b, bool idle);
 // Those of a batch with hidden states.
 void mtp_make(Backend *b, Batch *batch);
 // Drafts for the rows that ask for them.
@@ -391,6 +391,8 @@ void backlog_settle(Backend *b);
 // Makes what waits of a block; and of the oldest, where there is no room for another wave.
 void backlog_settle_block(Backend *b, int block);
 void backlog_make_room(Backend *b);
+// Makes some of the oldest; whether any are left.
+bool backlog_shrink(Backend *b);
 
 // ---- open.cc, backend.cc
 

@@ -55,6 +55,7 @@ struct Script {
   std::atomic<int> open;        // backends alive
   std::atomic<uint64_t> seen;   // hash of everything the waves said
   std::atomic<bool> entered;
+  std::atomic<int> later;  // pieces of work that wait for idle times
 };
 Script script;
 
@@ -132,7 +133,13 @@ void fake_close(Backend *b) {
   script.open--;
 }
 
-const BackendOps kFake = {"fake", fake_open, fake_info, fake_run, nullptr, fake_graphs, fake_close};
+bool fake_finish(Backend *, bool idle) {
+  if (idle) script.later--;
+  return script.later > 0;
+}
+
+const BackendOps kFake = {"fake",      fake_open,   fake_info, fake_run,
+                          fake_finish, fake_graphs, fake_close};
 
 }  // namespace
 
@@ -803,6 +810,29 @@ void test_engine_poison() {
   script.fatal = 0;
 }
 
+// What a wave leaves for idle times is done piece by piece when nothing follows, and a wave that
+// comes meanwhile runs.
+void test_engine_idle_work() {
+  static Draft d;
+  ksl_engine *e = open_small(2);
+  std::vector<ksl_done> all;
+  constexpr int kMany = 1000000000;
+  for (uint64_t id = 1; id <= 4; id++) {
+    if (id <= 3) script.later = id < 3 ? static_cast<int>(id) : kMany;
+    make_valid(&d);
+    d.wave.id = id;
+    CHECK(ksl_submit(e, &d.wave, nullptr) == KSL_OK);
+    drain(e, id, 4, &all);
+    if (id < 3)
+      while (script.later > 0) nap();
+    if (id == 3)
+      while (script.later > kMany - 2) nap();
+  }
+  CHECK(all.size() == 12);
+  CHECK(ksl_close(e, 1000) == KSL_OK);
+  script.later = 0;
+}
+
 void test_engine_close() {
   static Draft d;
   make_valid(&d);
@@ -1216,6 +1246,7 @@ int main(int argc, char **argv) {
       TEST(engine_ring_and_descriptor),
       TEST(engine_wakeups),
       TEST(engine_poison),
+      TEST(engine_idle_work),
       TEST(engine_close),
   };
   setvbuf(stdout, nullptr, _IOLBF, 0);
