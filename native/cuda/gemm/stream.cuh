@@ -635,8 +635,12 @@ template <int kEncoding, int kTiles, int kGroups>
 __global__ void __launch_bounds__((kBoundWarps / kTiles + kMaxPlainWarps) * 32, 1)
     stream_many(const __grid_constant__ StreamArgs a) {
   // The sums of two tiles and 32 tokens are kept twice in FP6, for which sm_120a has no registers.
-  if constexpr (kEncoding != KSL_ENC_E2M3 || kGroups != 4 || (kTiles == 2) == kHasRoom)
-    many<kEncoding, kTiles, kGroups>(a);
+#ifdef __CUDA_ARCH__
+  constexpr bool kOther = kEncoding == KSL_ENC_E2M3 && kGroups == 4 && (kTiles == 2) != kHasRoom;
+#else
+  constexpr bool kOther = false;  // emulated, as either
+#endif
+  if constexpr (!kOther) many<kEncoding, kTiles, kGroups>(a);
 }
 
 }  // namespace
