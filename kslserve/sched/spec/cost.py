@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from statistics import median
 
+from kslserve.sched.spec.depth import CLEAR
 from kslserve.sched.spec.price import GUESS, NUMBERS, Prices
 
 PACE_WAVES = 5  # whose median is the pace
 PROBE = 3  # plain waves that are measured at a time; and before anything is drafted
 PROBE_SOON, PROBE_SELDOM = 16, 96  # waves with drafts between two such times, at first and most
-CLEAR = 1.4  # a gain of which it is no matter what exactly waves cost
 STEADY = 1.15  # factor up to which two probes found the same pace
 STEP = 0.1  # most that one measurement moves a figure
 CLIP = 3.0  # drafts are charged with at most so many times what their wave was expected to take

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from kslserve.sched.spec.acceptance import Kept
 from kslserve.sched.spec.allowance import EARNED, FIRST, MOST, PART, Allowance
 from kslserve.sched.spec.cost import (
-    CLEAR,
     LOOKS,
     PACE_MAX,
     PACE_MIN,
@@ -23,7 +22,7 @@ from kslserve.sched.spec.cost import (
     RowCosts,
     WaveCosts,
 )
-from kslserve.sched.spec.depth import GAIN, STAY, choose_lanes
+from kslserve.sched.spec.depth import CLEAR, GAIN, STAY, choose_lanes
 from kslserve.sched.spec.price import DOUBTFUL, GUESS, HOPE, NUMBERS, STALE, SURE
 
 

@@ -27,7 +27,7 @@ from kslserve.sched.spec.acceptance import (
 )
 from kslserve.sched.spec.charge import charge
 from kslserve.sched.spec.cost import PROBE, RowCosts
-from kslserve.sched.spec.depth import GAIN, choose_depths, choose_lanes
+from kslserve.sched.spec.depth import ALIKE, CLEAR, GAIN, choose_depths, choose_lanes
 from kslserve.sched.spec.drafter import NEAR_MAX, STANDS, STRONG, Drafter
 from kslserve.sched.spec.index import SuffixIndex
 from kslserve.sched.spec.ladder import ROUNDS, Ladder
@@ -167,12 +167,28 @@ def test_lanes_are_the_best_of_all_choices(
     choices = itertools.product(*(range(len(chances) + 1) for chances in survival))
     best = max(rate(choice) for choice in choices if sum(choice) <= most)
     if any(counts):
-        assert rate(tuple(counts)) == pytest.approx(best)
+        if best <= CLEAR * rows:
+            assert rate(tuple(counts)) == pytest.approx(best)
+        assert rate(tuple(counts)) > (1.0 - ALIKE) * best
         assert best > GAIN * rows
         assert gain == pytest.approx(best / rows)
     else:
         assert gain == 1.0
         assert best <= GAIN * rows * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("dear", "verified"), [(1.0, 12), (1.1, 12), (1.5, 8)])
+def test_where_much_is_gained_all_sure_drafts_are_verified(dear: float, verified: int) -> None:
+    """Though waves of more than eight seem to cost a little more than their share, but not where
+    they seem to cost far more; and no draft that is not sure."""
+    sure, rest = [0.99**i for i in range(1, 11)], [0.91, 0.9, 0.2]
+
+    def ms(columns: int) -> float:
+        return 1.0 + 0.3 * (columns - 1) * (dear if columns > 9 else 1.0)
+
+    counts, gain = choose_lanes([sure + rest], ms, 1, 15, GAIN, 1.0)
+    assert counts == [verified]
+    assert gain > CLEAR
 
 
 def test_depths_pay_for_their_steps() -> None:
