@@ -3,6 +3,7 @@
 // tree.
 #pragma once
 #include "../common/bulk.cuh"
+#include "../common/mma.cuh"
 #include "gemm.cuh"
 
 namespace ksl {
@@ -72,14 +73,31 @@ __device__ inline void plain_dot(const PlainArgs &a, const float *from, const Ra
   }
 }
 
+template <int kTokens>
+__device__ inline void plain_store(const PlainArgs &a, int which, int64_t row, int token, int lane,
+                                   const float (&sum)[kTokens]) {
+  const Output &to = a.outputs[which];
+#pragma unroll
+  for (int t = 0; t < kTokens; t++) {
+    const float total = warp_sum(sum[t]);
+    if (lane == 0 && token + t < a.tokens)
+      to.y[static_cast<int64_t>(token + t) * to.stride + row] = total;
+  }
+}
+// The matrix that has row `item` of all.
+__device__ inline int plain_which(const PlainArgs &a, int item) {
+  int which = 0;
+  while (item >= a.first_row[which + 1]) which++;
+  return which;
+}
+
 // Row `item` of all for tokens [token, token + kTokens). kUnroll: rounds whose loads are in flight
 // together; from: read instead of a.x.
 template <int kTokens, int kUnroll = 4>
 __device__ inline void plain_row(const PlainArgs &a, const float *from, int item, int token,
                                  int lane) {
   if (item >= a.first_row[a.n]) return;
-  int which = 0;
-  while (item >= a.first_row[which + 1]) which++;
+  const int which = plain_which(a, item);
   const Raw &m = a.matrices[which];
   const int64_t row = item - a.first_row[which];
   float sum[kTokens] = {};
@@ -99,13 +117,7 @@ __device__ inline void plain_row(const PlainArgs &a, const float *from, int item
     default:
       plain_dot<KSL_ENC_NVFP4, kTokens, kUnroll>(a, from, m, row, token, lane, sum);
   }
-  const Output &to = a.outputs[which];
-#pragma unroll
-  for (int t = 0; t < kTokens; t++) {
-    const float total = warp_sum(sum[t]);
-    if (lane == 0 && token + t < a.tokens)
-      to.y[static_cast<int64_t>(token + t) * to.stride + row] = total;
-  }
+  plain_store<kTokens>(a, which, row, token, lane, sum);
 }
 
 template <int kTokens, int kUnroll = 4>
@@ -123,13 +135,38 @@ inline bool plain_ring_takes(const PlainArgs &a) {
 // Brings row `item` into L2, where that is what is stored.
 __device__ inline void plain_ahead(const PlainArgs &a, int item) {
   if (item >= a.first_row[a.n]) return;
-  int which = 0;
-  while (item >= a.first_row[which + 1]) which++;
+  const int which = plain_which(a, item);
   const Raw &m = a.matrices[which];
   if (m.encoding != KSL_ENC_BF16 || (m.cols & 7) != 0) return;
   bulk_ahead(static_cast<const uint16_t *>(m.codes) +
                  static_cast<int64_t>(item - a.first_row[which]) * m.cols,
              m.cols * 2);
+}
+
+// A bf16 row by way of shared memory: asked for long before what it meets is there. A lane reads
+// what it has asked for itself.
+__device__ inline void plain_fetch(const PlainArgs &a, int item, int lane, uint16_t *to) {
+  const int which = plain_which(a, item);
+  const Raw &m = a.matrices[which];
+  const uint16_t *from = static_cast<const uint16_t *>(m.codes) +
+                         static_cast<int64_t>(item - a.first_row[which]) * m.cols;
+  for (int k = lane * 8; k < m.cols; k += 256) copy_async<16>(to + k, from + k, true);
+  copy_commit();
+}
+template <int kTokens>
+__device__ inline void plain_fetched(const PlainArgs &a, const float *x, int item, int lane,
+                                     const uint16_t *weights) {
+  const int which = plain_which(a, item);
+  Raw m = a.matrices[which];
+  m.codes = weights;
+  copy_wait<0>();
+  float sum[kTokens] = {};
+  plain_dot<KSL_ENC_BF16, kTokens, 1>(a, x, m, 0, 0, lane, sum);
+  plain_store<kTokens>(a, which, item - a.first_row[which], 0, lane, sum);
+}
+// Bytes of such a row, 0 if not all are such rows. They read one input.
+inline int plain_fetch_bytes(const PlainArgs &a) {
+  return plain_ring_takes(a) ? a.matrices[0].cols * static_cast<int>(sizeof(uint16_t)) : 0;
 }
 
 // The kernels of stream.cuh. plain: rows that read the same input and are computed beside it.

@@ -1,6 +1,6 @@
-// Plain rows in bf16 for waves of many tokens: the warps of a block that take them have a row each
-// and the same tokens, whose activations come through a ring of shared memory once for all of them.
-// The additions are those of plain_row.
+// Plain rows in bf16 for waves of more than two tokens: the warps of a block that take them have a
+// row each and the same tokens, whose activations come through a ring of shared memory once for all
+// of them. The additions are those of plain_row.
 #pragma once
 #include "plain.cuh"
 

@@ -41,6 +41,7 @@ struct StreamArgs {
   int stages;                // of a ring
   int plain_warps;           // of a block
   int plain_half, plain_at;  // of a ring for plain rows, 0: there is none; where it lies
+  int plain_bytes;           // of a plain row behind what it meets in shared memory; 0: it is not
   int n_parts;
   PackedPart parts[kGroupParts];
   Output outputs[kGroupParts];  // by part
@@ -338,6 +339,7 @@ __device__ inline void few(const StreamArgs &a) {
       bulk_barrier(barriers + i * 16 + 8, warps);
     }
     if (kNorm) bulk_barrier(shared_at(&loaded), a.norm_warps);
+    if (!kBeside) plain_ring_barriers({a.plain_warps, 2 * a.plain_half, memory + a.plain_at});
     bulk_barriers_made();
   }
   __syncthreads();
@@ -345,21 +347,31 @@ __device__ inline void few(const StreamArgs &a) {
   uint8_t *x = memory + stages * (stage + 16);
   if constexpr (kNorm) {
     if (warp != warps) {
-      const bool plain = warp == warps + 1 && a.plain.n > 0;
-      if (plain && lane == 0) plain_ahead(a.plain, blockIdx.x);
+      const int rows = warp == warps + 1 ? a.plain.first_row[a.plain.n] : 0;
+      const int own = static_cast<int>(blockIdx.x);
       float *floats =
           reinterpret_cast<float *>(x + a.supers * 8 * kPart + a.set_tiles * (a.ways - 1) * 512);
+      uint16_t *weights = reinterpret_cast<uint16_t *>(floats + a.supers * kTokens * 256);
+      if (a.plain_bytes > 0 && own < rows) plain_fetch(a.plain, own, lane, weights);
       make_norm<kTokens>(a, warp - (warp > warps), lane, shared_at(&loaded), x, floats);
-      if (plain)
-        for (int row = blockIdx.x; row < a.plain.first_row[a.plain.n]; row += gridDim.x)
+      for (int row = own; row < rows; row += gridDim.x) {
+        if (a.plain_bytes == 0) {
           plain_row<kTokens, 1>(a.plain, floats, row, 0, lane);
+          continue;
+        }
+        if (row != own) plain_fetch(a.plain, row, lane, weights);
+        plain_fetched<kTokens>(a.plain, floats, row, lane, weights);
+      }
     }
     if (warp > warps) return;
   } else if (warp > warps) {
     if constexpr (kBeside)
       take_few_plain<kTokens>(a, lane);
+    else if (a.plain_half > 0)
+      plain_rows_ring({a.plain_warps, 2 * a.plain_half, memory + a.plain_at}, a.plain,
+                      warp - warps - 1, lane);
     else
-      take_plain<4>(a, warp - warps - 1, lane);
+      take_plain<1>(a, warp - warps - 1, lane);
     return;
   }
   const Share share(a);

@@ -77,15 +77,18 @@ template <int kEncoding, int kTokens>
 int64_t few_bytes(const StreamArgs &a, int stages) {
   if (a.norm.gain != nullptr)
     return stream_normed_bytes(shares_of(a), Expand<kEncoding>::kBytes, stages, a.supers,
-                               a.plain.n > 0, kTokens);
+                               a.plain.n > 0, kTokens) +
+           a.plain_bytes;
   return stream_few_bytes(shares_of(a), Expand<kEncoding>::kBytes, stages,
                           divide_up(a.supers, a.slices), kTokens);
 }
 
 template <int kEncoding, int kTokens>
-void run_few_kernel(Device *device, void (*kernel)(StreamArgs), const StreamArgs &a, int64_t most) {
-  launch_stream(device, kernel, a, a.set_tiles * a.ways + 1, 1, most,
-                [&](int stages) { return few_bytes<kEncoding, kTokens>(a, stages); });
+void run_few_kernel(Device *device, void (*kernel)(StreamArgs), const StreamArgs &a, int64_t most,
+                    int round = 0) {
+  launch_stream(
+      device, kernel, a, a.set_tiles * a.ways + 1, 1, most,
+      [&](int stages) { return few_bytes<kEncoding, kTokens>(a, stages); }, round);
 }
 template <int kEncoding, int kTokens>
 void run_few(Device *device, const StreamArgs &a) {
@@ -93,7 +96,7 @@ void run_few(Device *device, const StreamArgs &a) {
       raise_shared(device, stream_few<kEncoding, kTokens>, stream_most(device->room));
   (void)raised;  // per instance; the engine has one thread
   run_few_kernel<kEncoding, kTokens>(device, stream_few<kEncoding, kTokens>, a,
-                                     stream_most(device->room));
+                                     stream_most(device->room), plain_round_bytes(a.plain_warps));
 }
 // Whether it can.
 template <int kTokens>
@@ -143,12 +146,14 @@ void run_few_if(Device *device, const StreamArgs &a) {
 
 // If stream_makes_norm.
 template <int kEncoding, int kTokens>
-void run_normed(Device *device, const StreamArgs &a) {
+void run_normed(Device *device, StreamArgs a) {
   const int64_t most = stream_most_beside(device->room);
+  const int row = plain_fetch_bytes(a.plain);
+  if (most + row <= stream_most(device->room)) a.plain_bytes = row;
   const auto kernel = stream_normed<kEncoding, kTokens>;
-  static const bool raised = raise_shared(device, kernel, most);
+  static const bool raised = raise_shared(device, kernel, stream_most(device->room));
   (void)raised;
-  run_few_kernel<kEncoding, kTokens>(device, kernel, a, most);
+  run_few_kernel<kEncoding, kTokens>(device, kernel, a, most + a.plain_bytes);
 }
 
 template <int kEncoding>
