@@ -1,8 +1,10 @@
 // step.cu for waves whose rows have one token each: the same sums, but what a row has alone stays
 // in registers, and a block meets three times.
 //
-// kStaged: the state comes into shared memory, by copies that one warp asks for. Registers hold two
-// states of a processor at a time, shared memory three.
+// kHeld of the 16 keys that a lane has of a state come into its registers, the others into shared
+// memory, by copies that one warp asks for. Registers hold two states of a processor at a time,
+// shared memory three; half a state of each fits beside a product that leaves room, so that a few
+// rows have read theirs when the product ends.
 #include "step.cuh"
 
 namespace ksl {
@@ -19,14 +21,19 @@ struct Shared {
   bool last;
 };
 // Four keys of a state are copied in one piece; the pitch puts neighbours into different banks.
-constexpr int kPieceKeys = 4, kPieces = kDim / kPieceKeys;
+constexpr int kPieceKeys = 4;
 constexpr int kPieceBytes = kPieceKeys * kDim * sizeof(float), kPitch = kPieceBytes + 64;
-constexpr int kStageBytes = kPieces * kPitch;
+constexpr int stage_bytes(int held) {
+  return (kKeys - held) * 2 * kPitch;
+}
 constexpr int kStagedBlocks = 3;  // of a processor
 
-template <bool kStaged>
+template <int kHeld>
 __device__ __forceinline__ void single_row(const StepArgs &a) {
   typedef Dims<4> Lane;
+  static_assert(kHeld % 4 == 0, "keys of a lane that lie together");
+  constexpr int kPieces = (kKeys - kHeld) * 2, kFirst = kHeld * 8;  // key that is staged
+  constexpr bool kStaged = kHeld < kKeys;
   __shared__ __align__(16) Shared s;
   extern __shared__ __align__(128) uint8_t stage[];
   const GdnShape &shape = a.shape;
@@ -47,8 +54,8 @@ __device__ __forceinline__ void single_row(const StepArgs &a) {
   // + (i / 4) 32 + i % 4.
   const int dim = warp * 16 + (lane & 3) * 4, key = (lane >> 2) * 4, state_at = key * kDim + dim;
   const auto place_of = [](int i) { return ((i >> 2) * 32 + (i & 3)) * kDim; };
-  Lane registers[kStaged ? 1 : kKeys];
-  uint8_t *const staged = stage + key / kPieceKeys * kPitch + dim * sizeof(float);
+  Lane registers[kHeld > 0 ? kHeld : 1];
+  uint8_t *const staged = stage + (key - kFirst) / kPieceKeys * kPitch + dim * sizeof(float);
   const auto staged_at = [&](int i) -> Lane & {
     return *reinterpret_cast<Lane *>(staged + (i >> 2) * (32 / kPieceKeys) * kPitch +
                                      (i & 3) * kDim * sizeof(float));
@@ -59,18 +66,18 @@ __device__ __forceinline__ void single_row(const StepArgs &a) {
       if (lane == 0) {
         bulk_barrier(loaded, 1);
         bulk_barriers_made();
-        bulk_expect(loaded, kDim * kDim * sizeof(float));
+        bulk_expect(loaded, kPieces * kPieceBytes);
       }
       __syncwarp();
-      static_assert(kPieces == 32, "one of a lane");
-      bulk_load(shared_at(stage) + lane * kPitch, state_of(slab) + lane * kPieceKeys * kDim,
-                kPieceBytes, loaded);
+      static_assert(kPieces <= 32, "at most one of a lane");
+      if (lane < kPieces)
+        bulk_load(shared_at(stage) + lane * kPitch,
+                  state_of(slab) + (kFirst + lane * kPieceKeys) * kDim, kPieceBytes, loaded);
     }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kKeys; i++)
-      registers[i] = take<true, 4>(state_of(slab) + state_at + place_of(i));
   }
+#pragma unroll
+  for (int i = 0; i < kHeld; i++)
+    registers[i] = take<true, 4>(state_of(slab) + state_at + place_of(i));
   // What a block that comes up when this one ends will read.
   if (threadIdx.x == 0) {
     const int next = blockIdx.y * gridDim.x + head + a.together, other = next / gridDim.x;
@@ -134,10 +141,7 @@ __device__ __forceinline__ void single_row(const StepArgs &a) {
 
   if (kStaged) bulk_wait(shared_at(&s.loaded), 0);
   const auto state = [&](int i) -> Lane {
-    if constexpr (kStaged)
-      return staged_at(i);
-    else
-      return registers[i];
+    return i < kHeld ? registers[i < kHeld ? i : 0] : staged_at(i);
   };
   const float *const keys = s.units[kKey] + key, *const queries = s.units[kQuery] + key;
   Lane sum = {};
@@ -166,8 +170,8 @@ __device__ __forceinline__ void single_row(const StepArgs &a) {
     for (int j = 0; j < 4; j++) at.v[j] = fmaf(k, d.v[j], decay * at.v[j]);
     scale_add(out, q, at);
     if (commits) give<true, 4>(to + place_of(i), at);
-    if constexpr (!kStaged)
-      registers[i] = at;
+    if (i < kHeld)
+      registers[i < kHeld ? i : 0] = at;
     else if (cuts)
       staged_at(i) = at;
   };
@@ -194,8 +198,10 @@ __device__ __forceinline__ void single_row(const StepArgs &a) {
   if (cuts) {
     const int cut = row.cut_slab[0];
     float *const copy = state_of(cut) + state_at;
-#pragma unroll kStaged ? 1 : kKeys
-    for (int i = 0; i < kKeys; i++) give<true, 4>(copy + place_of(i), state(i));
+#pragma unroll
+    for (int i = 0; i < kHeld; i++) give<true, 4>(copy + place_of(i), registers[i]);
+#pragma unroll 1
+    for (int i = kHeld; i < kKeys; i++) give<true, 4>(copy + place_of(i), staged_at(i));
     save_history(history_of(cut), leads);
   }
   if (threadIdx.x == 0) s.last = before == group - 1u;
@@ -217,11 +223,20 @@ __device__ __forceinline__ void single_row(const StepArgs &a) {
 }
 
 __global__ void __launch_bounds__(kThreads, 2) single_kernel(const __grid_constant__ StepArgs a) {
-  single_row<false>(a);
+  single_row<kKeys>(a);
 }
 __global__ void __launch_bounds__(kThreads, kStagedBlocks)
     single_staged_kernel(const __grid_constant__ StepArgs a) {
-  single_row<true>(a);
+  single_row<0>(a);
+}
+constexpr int kHalf = kKeys / 2;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int kHalfRegisters = 104;  // nothing fits beside a product there
+#else
+constexpr int kHalfRegisters = 88;  // what 22 warps of 56 leave
+#endif
+__global__ void __maxnreg__(kHalfRegisters) single_half_kernel(const __grid_constant__ StepArgs a) {
+  single_row<kHalf>(a);
 }
 
 }  // namespace
@@ -230,17 +245,21 @@ void gdn_single(Device *device, StepArgs a) {
   const dim3 heads(a.shape.value_heads, a.n_rows);
   const Room &room = device->room;
   const int blocks = static_cast<int>(heads.x * heads.y);
+  if (blocks <= room.processors) {
+    launch_chained(device, "gdn_step", single_half_kernel, heads, kThreads, stage_bytes(kHalf), a);
+    return;
+  }
   // Where only shared memory holds all states at once.
   const bool staged = blocks > 2 * room.processors && blocks <= kStagedBlocks * room.processors &&
-                      kStagedBlocks * (kStageBytes + 4096) <= room.processor_bytes;
+                      kStagedBlocks * (stage_bytes(0) + 4096) <= room.processor_bytes;
   if (!staged) {
     KSL_CHAIN(device, "gdn_step", single_kernel, heads, kThreads, a);
     return;
   }
-  static const bool raised = raise_shared(device, single_staged_kernel, kStageBytes);
+  static const bool raised = raise_shared(device, single_staged_kernel, stage_bytes(0));
   (void)raised;  // the engine has one thread
   a.together = kStagedBlocks * room.processors;
-  launch_chained(device, "gdn_step", single_staged_kernel, heads, kThreads, kStageBytes, a);
+  launch_chained(device, "gdn_step", single_staged_kernel, heads, kThreads, stage_bytes(0), a);
 }
 
 }  // namespace ksl
