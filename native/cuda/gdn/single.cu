@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(kThreads, kStagedBlocks)
 }
 constexpr int kHalf = kKeys / 2;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-constexpr int kHalfRegisters = 104;  // nothing fits beside a product there
+constexpr int kHalfRegisters = 112;  // nothing fits beside a product there
 #else
 constexpr int kHalfRegisters = 88;  // what 22 warps of 56 leave
 #endif
