@@ -176,9 +176,11 @@ class Results:
     def _measure(self, done: Done, prompt: int, sampled: int, decoding: int, spoken: int) -> None:
         """Note what is to be counted of the wave, behind the next one where that needs no plan.
         prompt, sampled: tokens; decoding, spoken: rows that decoded, and the tokens they gave."""
-        outgoing = self._outgoing
+        outgoing, speculator = self._outgoing, self._speculator
         columns = len(outgoing.sequences), outgoing.columns, outgoing.prompt
         drafting = self._drafting or done.wave % GLANCE_EVERY == 0
+        if speculator is not None and done.wave <= speculator.watched:
+            drafting = True
         self._late = done, columns, outgoing.moves, drafting, prompt, sampled, decoding, spoken
         # A plain wave that the speculator has waited for says whether the next one may draft.
         if not outgoing.steady or (self._drafting and not outgoing.drafting):

@@ -23,7 +23,7 @@ from kslserve.sched.spec.acceptance import (
 from kslserve.sched.spec.allowance import Allowance
 from kslserve.sched.spec.charge import charge, drafts_took
 from kslserve.sched.spec.choice import Candidate, Choice, output_left
-from kslserve.sched.spec.cost import PACE_MAX, WaveCosts
+from kslserve.sched.spec.cost import CLIP, PACE_MAX, WaveCosts
 from kslserve.sched.spec.drafter import ASLEEP_MAX, Drafter
 from kslserve.sched.spec.oracle import Oracle
 from kslserve.sched.spec.patience import Patience
@@ -64,6 +64,7 @@ class Speculator:
         self.nap_until = 0  # id of the wave before which all drafters sleep
         self._wave = 0  # the one that was looked at last
         self._looked = 0  # the same but for waves that had to be plain
+        self.watched = 0  # the last wave that tells what drafts before it cost
         drafts = metrics.labelled(
             "drafts_total", "Drafts that were verified, and those of them accepted", "kind"
         )
@@ -249,11 +250,17 @@ class Speculator:
         ms = (since_ns - done.drafts_ns) / 1e6
         costs = self.costs.of(rows)
         if columns > rows or done.drafts_ns:
+            self.watched = done.wave + SETTLED
             excess = costs.observe(columns, ms, done.wave) if columns > rows else 0.0
             if costs.known:
                 saved = charge(costs, done, round, rows, excess, self._wave)
                 costs.saved += saved
                 self._allowance.settle(rows, saved)
+        elif done.wave <= self.watched and costs.known:
+            # What drafts leave in caches, the wave behind them pays for.
+            lost = min(ms / costs.ms(rows), CLIP) - 1.0
+            costs.saved -= lost
+            self._allowance.settle(rows, -lost)
         elif done.wave > self._looked + SETTLED:
             owed = costs.plain(ms, done.wave)
             if owed is not None:
