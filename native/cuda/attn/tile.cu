@@ -325,12 +325,20 @@ constexpr int most_tiles(int format) {
 
 template <int kFormat, int kDim>
 bool by_tiles(Device *device, const TileArgs &a, int columns, bool ask) {
-  constexpr int kMany = most_tiles(kFormat);
+  constexpr int kMany = most_tiles(kFormat), kFewer = 2;
   if (ask)
     return run<kFormat, kDim, 1>(device, a, columns, true) &&
+           run<kFormat, kDim, kFewer>(device, a, columns, true) &&
            run<kFormat, kDim, kMany>(device, a, columns, true);
-  return a.rows == nullptr ? run<kFormat, kDim, 1>(device, a, columns, false)
-                           : run<kFormat, kDim, kMany>(device, a, columns, false);
+  if (a.rows == nullptr) return run<kFormat, kDim, 1>(device, a, columns, false);
+  if constexpr (kMany > kFewer) {
+    // Blocks of fewer queries are done sooner, where all of them run at once.
+    const int group = a.heads / a.kv.kv_heads, together = 8 * kFewer / group;
+    const int tiles = together > 0 ? divide_up(columns, together) : 2 * columns;
+    if (a.units * a.kv.kv_heads * tiles <= slots<kFormat, kDim, kFewer>())
+      return run<kFormat, kDim, kFewer>(device, a, columns, false);
+  }
+  return run<kFormat, kDim, kMany>(device, a, columns, false);
 }
 
 template <int kFormat>
