@@ -157,15 +157,20 @@ class RowCosts:
             agreed = self._prices.correct((n, taken / plain) for n, taken in self._waves)
             self._table_until = 0
             owed = sum(self._prices.excess(n) for n, _ in self._waves) - self._told
-        else:
-            agreed = False
-        clear = self.saved > (CLEAR - 1.0) * (len(self._waves) + self._told)
-        self._every = min(2 * self._every, PROBE_SELDOM) if agreed or clear else PROBE_SOON
+            certain = agreed or self._clear(owed)
+            self._every = min(2 * self._every, PROBE_SELDOM) if certain else PROBE_SOON
+        elif not self._clear(0.0):
+            self._every = PROBE_SOON
         self._told = self.saved = 0.0
         self._waves.clear()
         self._plain_ms = self._pace = ms
         self._last = [ms] * PROBE
         return owed
+
+    def _clear(self, owed: float) -> bool:
+        """Drafts gained so much since the last probe, though what they took was told too low by
+        `owed`."""
+        return self.saved - owed > (CLEAR - 1.0) * (len(self._waves) + self._told + owed)
 
     def _went(self, taken: float) -> None:
         self._last.append(taken)

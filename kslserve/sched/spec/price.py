@@ -19,7 +19,6 @@ STALE, HOPES = 256, 4  # waves after which a price is hoped to have fallen by it
 DOUBTFUL = 48  # and after which it is hoped to be no higher than that of fewer columns
 AGREE = 1.1  # factor up to which a wave took what was expected, and prices are alike
 DOUBT = 0.5  # of what fewer measurements than are sure say against a price
-RISE = 1.5  # factor by which a wave may be found to take longer at a time
 GUESS = 0.25  # of the time of a plain wave: what a column of each row is thought to cost at first
 # By numbers of columns, which price is nearest.
 _NEAREST = [
@@ -89,8 +88,6 @@ class Prices:
             n, known = NUMBERS[i], self._prices[i]
             price = max(median(prices), 0.0)
             off = (1.0 + n * price) / (1.0 + n * known)
-            if off > RISE:
-                price = (RISE * (1.0 + n * known) - 1.0) / n
             agreed = agreed and 1.0 / AGREE <= off <= AGREE
             self._prices[i] += (1.0 if len(prices) >= SURE else DOUBT) * (price - known)
         return agreed

@@ -22,7 +22,7 @@ from kslserve.sched.spec.cost import (
     RowCosts,
     WaveCosts,
 )
-from kslserve.sched.spec.depth import CLEAR, GAIN, STAY, choose_lanes
+from kslserve.sched.spec.depth import GAIN, STAY, choose_lanes
 from kslserve.sched.spec.price import DOUBTFUL, GUESS, HOPE, NUMBERS, STALE, SURE
 
 
@@ -125,11 +125,11 @@ def test_what_waves_took_is_told_in_the_end() -> None:
     told = 0.0
     for _ in range(10):
         costs.wave += 1
-        told += costs.observe(4, 22.0, costs.wave)
+        told += costs.observe(4, 25.0, costs.wave)
     owed = [costs.plain(10.0, costs.wave + i) for i in range(1, PROBE + 1)]
     assert owed[:-1] == [None] * (PROBE - 1)
     assert owed[-1] is not None
-    assert told + owed[-1] == pytest.approx(10 * 1.2)
+    assert told + owed[-1] == pytest.approx(10 * 1.5)
     assert told < 10 * 1.0
 
 
@@ -162,16 +162,29 @@ def test_when_plain_waves_are_due() -> None:
     costs.see(1, 10.0, PROBE)
     while costs._every < PROBE_SELDOM:
         costs.see(*((1, 10.0) if costs.plain_due else (4, 30.0)))
-    for gain, every in ((CLEAR + 0.2, PROBE_SELDOM), (CLEAR - 0.2, PROBE_SOON)):
+    for saved, every in ((5.0, PROBE_SELDOM), (-1.5, PROBE_SOON)):
         for ms in (40.0, 30.0):
             costs.see(4, ms, PROBE_SELDOM)
-            costs.saved = PROBE_SELDOM * 3.0 * (gain - 1.0)
+            costs.saved = saved * PROBE_SELDOM
             costs.see(1, 10.0, PROBE)
         costs.see(4, 30.0, every - 1)
         assert not costs.plain_due
         costs.see(4, 30.0)
         assert costs.plain_due
         costs.see(1, 10.0, PROBE)
+
+
+def test_what_much_is_gained_by_is_what_waves_did_take() -> None:
+    """Not what they were thought to take: or a price that is too low would never be looked into."""
+    for ms, every in ((30.0, PROBE_SELDOM), (80.0, PROBE_SOON)):
+        costs = Measured(1, 10.0)
+        costs.see(4, 20.0, SURE)
+        while costs._every < PROBE_SELDOM:
+            costs.see(*((1, 10.0) if costs.plain_due else (4, 20.0)))
+        costs.see(4, ms, PROBE_SELDOM)
+        costs.saved = 3.0 * PROBE_SELDOM
+        costs.see(1, 10.0, PROBE)
+        assert costs._every == every
 
 
 def test_a_table_of_times() -> None:
