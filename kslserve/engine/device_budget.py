@@ -6,9 +6,8 @@ from __future__ import annotations
 from kslserve.engine.budget import conv_channels, kv_layers
 from kslserve.engine.model import ModelSpec
 
-# What the driver takes for code and graphs, and staging while weights are packed.
-RUNTIME_BYTES = 384 << 20
-
+_RUNTIME_BYTES = 320 << 20  # code of kernels, and staging while weights are packed
+_GRAPHS, _KERNEL_BYTES, _LAYER_KERNELS, _OTHER_KERNELS = 96, 3 << 10, 8, 16
 _SLICES = 8  # parts of a product that its reader adds, at most
 _SLICED_COLUMNS = 64  # columns of a wave up to which there are any
 _HEAD_BATCH = 32  # columns whose logits exist at one time
@@ -20,6 +19,12 @@ _LONG_ROW = 64
 _MOVE_BYTES = 32 << 20  # state on its way to host memory and back
 _CHUNK, _CHUNK_BATCH, _CUTS = 64, 40, 4
 _CHUNK_OPERAND_BYTES = 128 * (5 * _CHUNK + 128)
+
+
+def driver_bytes(spec: ModelSpec) -> int:
+    """What the driver takes: code, staging, and as many graphs as are kept."""
+    kernels = _LAYER_KERNELS * (spec.layers + spec.mtp_layers) + _OTHER_KERNELS
+    return _RUNTIME_BYTES + _GRAPHS * _KERNEL_BYTES * kernels
 
 
 def device_workspace_bytes(

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from kslserve.engine import budget
-from kslserve.engine.device_budget import RUNTIME_BYTES, device_workspace_bytes
+from kslserve.engine.device_budget import device_workspace_bytes, driver_bytes
 from kslserve.engine.model import ModelSpec
 from kslserve.errors import UsageError
 
@@ -64,7 +64,7 @@ def plan_memory(spec: ModelSpec, weight_bytes: int, wish: MemoryWish) -> MemoryP
 
     def parts(blocks: int) -> tuple[int, int, int]:
         """KV, slots and workspace with `blocks` KV blocks per sequence."""
-        workspace = RUNTIME_BYTES + device_workspace_bytes(
+        workspace = driver_bytes(spec) + device_workspace_bytes(
             spec, wish.kv, wish.max_seqs, columns, wish.block_tokens, blocks
         )
         slots = wish.max_seqs * budget.slot_bytes(spec, blocks)

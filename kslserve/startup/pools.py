@@ -12,7 +12,7 @@ from kslserve.config import Settings
 from kslserve.engine.budget import KV_OF, kv_problem, kv_token_bytes, ring_bytes, slot_bytes
 from kslserve.engine.budget import slab_bytes as engine_slab_bytes
 from kslserve.engine.budget import workspace_bytes as cpu_workspace_bytes
-from kslserve.engine.device_budget import RUNTIME_BYTES, device_workspace_bytes
+from kslserve.engine.device_budget import device_workspace_bytes, driver_bytes
 from kslserve.engine.model import ModelSpec, PoolSizes
 from kslserve.errors import UsageError
 from kslserve.setting import AUTO
@@ -188,7 +188,7 @@ def workspace_bytes(settings: Settings, spec: ModelSpec, slots: int) -> int:
         blocks = math.ceil(spec.max_positions / settings.block_tokens)
         kv = kv_format(settings)
         activations = device_workspace_bytes(spec, kv, slots, wide, settings.block_tokens, blocks)
-        return RUNTIME_BYTES + activations
+        return driver_bytes(spec) + activations
     threads = settings.threads or _cores()
     int8, kv = settings.activations != "float", kv_format(settings)
     return cpu_workspace_bytes(spec, slots, wide, threads, int8, kv)

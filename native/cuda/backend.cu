@@ -277,7 +277,7 @@ int plan_rows(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
   int columns = 0, kept = 0;
   b->n_short = b->n_tiles = 0;
   b->n_chunks = b->n_runs = b->n_batches = 0;
-  b->n_rows = wave->n_rows;
+  b->n_rows = b->shape_rows = wave->n_rows;
   b->multi = false;
   b->shaped = !b->no_graphs && !b->taps;
   b->most_position = 0;
@@ -370,6 +370,13 @@ int forward(Backend *b, bool stoppable) {
   return KSL_OK;
 }
 
+// Chunks of keys that a shape has: two steps an octave. Chunks that are not there do nothing.
+int shape_chunks(int n) {
+  int step = 4;
+  while (step + step / 2 < n) step *= 2;
+  return n <= step ? step : step + step / 2;
+}
+
 Graph *find_graph(Backend *b, const GraphShape &shape) {
   for (int i = 0; i < b->n_graphs; i++)
     if (!memcmp(&b->graphs[i].shape, &shape, sizeof shape)) return &b->graphs[i];
@@ -395,6 +402,11 @@ Graph *keep_graph(Backend *b, const GraphShape &shape, cudaGraphExec_t run) {
     for (int i = 1; i < b->n_graphs; i++)
       if (b->graphs[i].used < place->used) place = &b->graphs[i];
     cudaGraphExecDestroy(place->run);
+    if (b->graphs_made == kGraphs)
+      fprintf(stderr,
+              "kslserve: waves have more shapes than the %d CUDA graphs that are kept; some "
+              "take longer to launch\n",
+              kGraphs);
   }
   *place = {shape, run, 0};
   b->graphs_made++;
@@ -433,11 +445,19 @@ void fill_shape(Backend *b) {
     b->job_columns[b->head_jobs] = 0;
     b->sample_jobs[b->head_jobs] = SampleJob{};
   }
+  // Rows without a column, beside the last one: what kernels fetch ahead for them is there already.
+  const int rows = shape_columns(b->n_rows), most = b->config->slots;
+  b->shape_rows = rows < most ? rows : most;
+  for (int r = b->n_rows; r < b->shape_rows; r++) {
+    b->row_info[r] = RowInfo{};
+    b->row_info[r].keep = -1;
+    b->row_info[r].slab = b->row_info[b->n_rows - 1].slab;
+  }
 }
 
 int launch(Backend *b) {
   if (!b->shaped) return forward(b, true);
-  const GraphShape shape = {kWavePart, b->batch.n, b->n_rows, b->head_jobs, 0, b->multi};
+  const GraphShape shape = {kWavePart, b->batch.n, b->shape_rows, b->head_jobs, 0, b->multi};
   run_shaped(b, shape, [](Backend *of) { forward(of, false); });
   return KSL_OK;
 }
@@ -448,7 +468,7 @@ int run_columns(Backend *b) {
   b->kv_only = false;
   plan_head(b);
   if (b->shaped) fill_shape(b);
-  upload(b, b->d_rows, b->row_info, b->n_rows * sizeof(RowInfo));
+  upload(b, b->d_rows, b->row_info, b->shape_rows * sizeof(RowInfo));
   upload(b, b->d_tiles, b->tiles, b->n_tiles * sizeof(FlashTile));
   upload(b, b->d_chunks, b->chunks, b->n_chunks * sizeof(ChunkInfo));
   upload(b, b->d_runs, b->runs, b->n_runs * sizeof(ChunkRun));
@@ -507,15 +527,13 @@ void cuda_graphs(const Backend *b, uint64_t *kept, uint64_t *made) {
   *made = b->graphs_made;
 }
 
-const BackendOps kCudaOps = {"cuda", cuda_open, cuda_info, cuda_run, nullptr, cuda_graphs, cuda_close};
+const BackendOps kCudaOps = {"cuda",  cuda_open,   cuda_info, cuda_run,
+                             nullptr, cuda_graphs, cuda_close};
 
 }  // namespace
 
 void run_shaped(Backend *b, GraphShape shape, void (*work)(Backend *)) {
-  // Shapes are few: the number of chunks is rounded up, and chunks that are not there do nothing.
-  const int chunks = b->most_position / kChunkKeys + 1;
-  const int step = chunks <= 32 ? 4 : (chunks <= 256 ? 16 : 64);
-  shape.chunks = divide_up(chunks, step) * step;
+  shape.chunks = shape_chunks(b->most_position / kChunkKeys + 1);
   // No further than a table reaches, which is what scratch is made for.
   const int64_t most = static_cast<int64_t>(shape.chunks) * kChunkKeys,
                 table =

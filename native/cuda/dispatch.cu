@@ -159,7 +159,7 @@ void stage_gdn_conv(void *context, int layer) {
   if (b->gdn_fused ? b->n_chunks > 0 : b->multi) {
     const HistoryArgs a = {b->spec->conv_channels, b->d_rows, slabs_of(b, w.index), b->qkv,
                            b->conv_stride,         false,     b->gdn_fused};
-    gdn_history(&b->device, a, b->n_rows);
+    gdn_history(&b->device, a, b->shape_rows);
   }
   if (b->n_kept > 0 && !b->gdn_fused) {
     const KeepArgs a = {b->d_rows,
@@ -233,10 +233,10 @@ StepArgs step_args(Backend *b, int linear) {
   a.keep = kept_layer(b, linear);
   a.keep_layer = b->keep_columns * b->keep_floats;
   a.keep_stride = static_cast<int>(b->keep_floats);
-  a.n_rows = b->n_rows;
+  a.n_rows = b->shape_rows;
   a.max_rows = b->config->slots;
   a.single = !b->multi;
-  a.long_rows = b->multi && b->batch.n > 4 * b->n_rows;
+  a.long_rows = b->multi && b->batch.n > 4 * b->shape_rows;
   a.together = 2 * b->device.room.processors;
   a.arrived = b->gdn_arrived + static_cast<int64_t>(linear) * a.max_rows * a.shape.key_heads;
   return a;
@@ -274,7 +274,7 @@ void stage_gdn_scan(void *context, int layer) {
   if (b->n_short > 0 && b->gdn_fused)
     step_rows(b, w);
   else if (b->n_short > 0)
-    gdn_scan(&b->device, a, b->n_rows);
+    gdn_scan(&b->device, a, b->shape_rows);
   if (!b->taps && w.linear.out.n_plain == 0) a.gated = nullptr;
   if (b->n_chunks > 0) scan_chunks(b, w, a);
 }

@@ -40,8 +40,12 @@ namespace {
 
 static_assert(kSlicedTokens == kWideTokens, "larger waves have whole products");
 
-// What the driver takes beside our memory: code of kernels, graphs.
-constexpr uint64_t kRuntimeBytes = 256 << 20;
+// What the driver takes beside our memory: code of kernels; and graphs, by their kernels, of which
+// a layer launches about eight.
+constexpr uint64_t kRuntimeBytes = 192 << 20, kKernelBytes = 3 << 10;
+uint64_t driver_bytes(const ModelSpec *s) {
+  return kRuntimeBytes + kGraphs * kKernelBytes * (8 * (s->layers + s->mtp_layers) + 16);
+}
 
 int padded(int64_t floats) {
   return static_cast<int>((floats + 15) / 16 * 16);
@@ -450,16 +454,16 @@ int reserve_all(Backend *b, const TensorTable *tensors, ksl_error *error) {
   if (code) return code;
   size_t free_bytes = 0, total = 0;
   cudaMemGetInfo(&free_bytes, &total);
-  const uint64_t needed = trial.device_bytes + staging + kRuntimeBytes;
+  const uint64_t beside = staging + driver_bytes(b->spec), needed = trial.device_bytes + beside;
   constexpr double kGiB = 1073741824.0;
   if (needed > free_bytes)
-    return fail(error, KSL_NOMEM,
-                "The device has %.2f GiB free of %.2f, and %.2f are needed: weights %.2f, KV, "
-                "slabs and slots %.2f, activations of the widest wave %.2f, loading %.2f. Fewer "
-                "blocks, slabs, slots or wave columns need less.",
-                free_bytes / kGiB, total / kGiB, needed / kGiB, trial.weight_bytes / kGiB,
-                trial.pool_bytes / kGiB, trial.scratch_bytes / kGiB,
-                (staging + kRuntimeBytes) / kGiB);
+    return fail(
+        error, KSL_NOMEM,
+        "The device has %.2f GiB free of %.2f, and %.2f are needed: weights %.2f, KV, "
+        "slabs and slots %.2f, activations of the widest wave %.2f, loading and graphs %.2f. Fewer "
+        "blocks, slabs, slots or wave columns need less.",
+        free_bytes / kGiB, total / kGiB, needed / kGiB, trial.weight_bytes / kGiB,
+        trial.pool_bytes / kGiB, trial.scratch_bytes / kGiB, beside / kGiB);
   if (b->config->test_hooks & KSL_HOOK_OPS) return KSL_OK;
   if (cudaMalloc(&b->arena, trial.device_bytes) == cudaSuccess) return KSL_OK;
   cudaGetLastError();

@@ -116,7 +116,8 @@ struct Backend {
   RowPlan *rows;
   RowInfo *row_info;  // [slots]
   int n_rows, n_kept;
-  int n_short;  // columns of rows that are not tiled
+  int shape_rows;  // n_rows, and rows without a column that fill up a shape
+  int n_short;     // columns of rows that are not tiled
   FlashTile *tiles;
   int n_tiles, tile_capacity;
   bool tiles_divided;  // some have parts

@@ -56,6 +56,15 @@ def test_products_of_slices_are_planned() -> None:
     assert f"kSlicedTokens = {device_budget._SLICED_COLUMNS};" in shares
 
 
+def test_graphs_are_planned() -> None:
+    state = (ROOT / "native/cuda/state.cuh").read_text()
+    opening = (ROOT / "native/cuda/open.cu").read_text()
+    assert f"kGraphs = {device_budget._GRAPHS}," in state
+    assert f"kKernelBytes = {device_budget._KERNEL_BYTES >> 10} << 10;" in opening
+    kernels = f"({device_budget._LAYER_KERNELS} * (s->layers + s->mtp_layers) + "
+    assert kernels + f"{device_budget._OTHER_KERNELS})" in opening
+
+
 def test_the_build_finds_kernels_that_spill() -> None:
     said = """\
 ptxas info    : 0 bytes gmem
