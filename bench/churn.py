@@ -1,7 +1,7 @@
 """Hours of agents' traffic in minutes, on a full-size model with every tier of the prefix cache:
 in the end nothing may be held that was free before, and memory may not have grown.
 
-    python -m bench.churn [--cycles 12] [--seconds 8] [--warm-up 4] [--most 60000]
+    python -m bench.churn [--cycles 10] [--seconds 3] [--warm-up 2] [--most 60000]
                           [--host-bytes 256MiB] [--save] [-- FLAGS]
 
 FLAGS go to the server; by default it serves `synth:27b` in NVFP4 on the CUDA device. Of sixteen
@@ -9,13 +9,14 @@ clients twelve have conversations of their own, which grow to --most tokens, are
 anew; four send again what real clients sent (tests/data/clients), capture by capture, in every
 dialect. One request in seven is left in the middle. The server has fewer blocks than all of that
 needs. Traffic comes in cycles of --seconds each; behind each of them, when nothing runs, memory is
-read: of the server's process without the images of the host tier, which have a budget and are
-counted (`image_bytes`), and of the device. --warm-up cycles are for pools and tables to fill.
+read: of the device, and of the server's process without large mappings: images of the host tier,
+which have a budget and are counted, and pools. --warm-up cycles are for pools and tables to fill.
 
-A line through the other readings says how much memory grew over all of them, and how far off that
-may be (two standard errors). `flat` is memory that grew by no more than LIMIT_MIB with the error
-added: growth and readings too wild to say are both `not flat`. Exit status 1 for that, and where
-something is still held or a request was refused.
+A plane through the other readings says how much memory grew over all of them by itself, how much
+with every graph that the device keeps, of which there is a bound and a place in the memory plan,
+and how far off that growth may be (two standard errors). `flat` is memory that grew by no more than
+LIMIT_MIB with the error added: growth and readings too wild to say are both `not flat`. Exit status
+1 for that, and where something is still held or a request was refused.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import gzip
 import http.client
 import json
 import random
-import statistics
+import re
 import subprocess
 import tempfile
 import threading
@@ -35,6 +36,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from bench.apc import Message, Server, Texts, ask
 from bench.at_size import DEFAULT_FLAGS, gaps_of, health
@@ -47,6 +50,7 @@ LEFT = 0.15  # requests whose client hangs up
 SETTLE_S = 30
 MIN_READINGS = 6
 LIMIT_MIB = 16
+ARENA, LARGE = 64 << 20, 8 << 20  # of the allocator; mappings that are not counted
 ALL_FREE = ("slots_free", "blocks_free", "running", "queued")
 
 
@@ -72,12 +76,24 @@ def device_mib() -> int:
     return int(out.split()[0])
 
 
-def host_mib(server: Server, image_bytes: int) -> float:
-    """Memory of the server's process that no other has, without images."""
-    for line in Path(f"/proc/{server.process.pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) / 1024 - image_bytes / 2**20
-    return 0.0
+MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ \d+ *(.*)")
+
+
+def host_mib(smaps: str) -> float:
+    """Anonymous memory of a process without its large mappings. smaps: what the system tells of
+    it. Heaps that the allocator makes for threads are none of those, however large: they begin at
+    multiples of ARENA, and what they do not use yet lies behind them, without access."""
+    total = 0
+    mappings = [*MAPPING.finditer(smaps)]
+    for this, after in zip(mappings, [*mappings[1:], None], strict=True):
+        begin, end = int(this[1], 16), int(this[2], 16)
+        rest = after is not None and after[3] == "---p" and int(after[1], 16) == end
+        arena = begin % ARENA == 0 and (rest or end - begin == ARENA)
+        if end - begin >= LARGE and not this[4] and not arena:
+            continue
+        text = smaps[this.end() : after.start() if after else len(smaps)]
+        total += sum(int(kib) for kib in re.findall(r"^Anonymous: +(\d+) kB", text, re.MULTILINE))
+    return total / 1024
 
 
 class Traffic:
@@ -161,42 +177,56 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
+class Reading:
+    """Behind a cycle. host, device: MiB. graphs: those that are kept."""
+
+    host: float
+    device: float
+    graphs: int
+
+
+@dataclass(frozen=True, slots=True)
 class Trend:
-    """growth: of a line through values at even distances, from the first to the last one. error:
-    two standard errors of that."""
+    """growth: of values at even distances, from the first to the last one, beside what graphs took:
+    `graph` each. error: two standard errors of growth."""
 
     growth: float
     error: float
+    graph: float
 
     @property
     def flat(self) -> bool:
         return self.growth + self.error <= LIMIT_MIB
 
 
-def trend(values: Sequence[float]) -> Trend:
+def trend(values: Sequence[float], graphs: Sequence[int]) -> Trend:
     n = len(values)
     if n < MIN_READINGS:
         raise SystemExit(f"churn: {MIN_READINGS} cycles at least have to follow the warm-up.")
-    line = statistics.linear_regression(range(n), values)
-    off = sum((line.intercept + line.slope * x - y) ** 2 for x, y in enumerate(values))
-    spread = sum((x - (n - 1) / 2) ** 2 for x in range(n))
-    return Trend(line.slope * (n - 1), 2 * (n - 1) * (off / (n - 2) / spread) ** 0.5)
+    x, y = np.stack([np.ones(n), np.arange(n), np.array(graphs)], 1), np.array(values)
+    if np.linalg.matrix_rank(x) < 3:  # none came, or as many in every cycle
+        x = x[:, :2]
+    inverse = np.linalg.inv(x.T @ x)
+    line = inverse @ x.T @ y
+    spread = ((y - x @ line) ** 2).sum() / (n - len(line)) * inverse[1, 1]
+    growth, graph = float(line[1]) * (n - 1), float(line[2]) if len(line) > 2 else 0.0
+    return Trend(growth, 2 * (n - 1) * float(spread) ** 0.5, graph)
 
 
 def churn(report: Report, server: Server, args: argparse.Namespace) -> bool:
     """Whether everything was served and is free again, and memory is flat."""
     before = settled(server)
     traffic = Traffic(server, args.seconds, args.most)
-    readings: list[tuple[float, float]] = []  # MiB of host and device
+    readings: list[Reading] = []
     for number in range(args.warm_up + args.cycles):
         traffic.cycle()
         after = settled(server)
-        images = after["cache"]["image_bytes"]
-        reading = host_mib(server, images), float(device_mib())
+        smaps = Path(f"/proc/{server.process.pid}/smaps").read_text(encoding="utf-8")
+        reading = Reading(host_mib(smaps), device_mib(), after["graphs"])
         print(
-            f"cycle {number}: {traffic.counts['requests']} requests, host {reading[0]:.1f} MiB, "
-            f"images {images >> 20} MiB, device {reading[1]:.0f} MiB, "
-            f"graphs {after['graphs']} of {after['graphs_made']}", flush=True,
+            f"cycle {number}: {traffic.counts['requests']} requests, host {reading.host:.1f} MiB, "
+            f"images {after['cache']['image_bytes'] >> 20} MiB, device {reading.device} MiB, "
+            f"graphs {reading.graphs} of {after['graphs_made']}", flush=True,
         )  # fmt: skip
         if number >= args.warm_up:
             readings.append(reading)
@@ -208,14 +238,16 @@ def churn(report: Report, server: Server, args: argparse.Namespace) -> bool:
         **{f"{name}_change": value for name, value in kept.items()},
         host_tier_mib=cache["host_bytes"] / 2**20, images_mib=cache["image_bytes"] / 2**20,
         disk_mib=cache["disk_bytes"] / 2**20, reads=cache["reads"], writes=cache["writes"],
-        last_error=after["last_error"],
+        graphs=after["graphs"], graphs_made=after["graphs_made"], last_error=after["last_error"],
     )  # fmt: skip
     right = not any(kept.values()) and not counts["refused"]
-    for name, values in zip(("host", "device"), zip(*readings, strict=True), strict=True):
-        found = trend(values)
+    graphs = [reading.graphs for reading in readings]
+    for name in ("host", "device"):
+        values = [float(getattr(reading, name)) for reading in readings]
+        found = trend(values, graphs)
         report.add(
             f"memory_{name}", first_mib=values[0], last_mib=values[-1], growth_mib=found.growth,
-            error_mib=found.error, limit_mib=LIMIT_MIB,
+            error_mib=found.error, limit_mib=LIMIT_MIB, graph_mib=found.graph,
             verdict="flat" if found.flat else "not flat",
         )  # fmt: skip
         right &= found.flat
@@ -224,9 +256,9 @@ def churn(report: Report, server: Server, args: argparse.Namespace) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cycles", type=int, default=12, help="behind which memory is read")
-    parser.add_argument("--seconds", type=float, default=8, help="of a cycle")
-    parser.add_argument("--warm-up", type=int, default=4, help="cycles before those")
+    parser.add_argument("--cycles", type=int, default=10, help="behind which memory is read")
+    parser.add_argument("--seconds", type=float, default=3, help="of a cycle")
+    parser.add_argument("--warm-up", type=int, default=2, help="cycles before those")
     parser.add_argument("--host-bytes", default="256MiB", help="of the host tier")
     parser.add_argument("--most", type=int, default=60000, help="tokens of a conversation")
     parser.add_argument("--save", action="store_true")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.churn import trend
+from bench.churn import host_mib, trend
 from bench.device import prove
 from bench.report import Report
 from bench.speculation import model_of
@@ -52,14 +52,44 @@ def test_tests_that_cannot_be_collected(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_flat(readings: list[float], growth: float, flat: bool) -> None:
-    found = trend(readings)
+    found = trend(readings, [5] * 8)
     assert found.growth == pytest.approx(growth, abs=0.01)
+    assert (found.flat, found.graph) == (flat, 0)
+
+
+@pytest.mark.parametrize(("leak", "flat"), [(0, True), (3, False)])
+def test_graphs_take_memory_that_is_planned(leak: float, flat: bool) -> None:
+    graphs = [1, 5, 8, 12, 12, 17, 17, 20]
+    found = trend([100 + 4 * made + leak * i for i, made in enumerate(graphs)], graphs)
+    assert found.graph == pytest.approx(4)
+    assert found.growth == pytest.approx(7 * leak, abs=1e-6)
     assert found.flat == flat
+
+
+def test_what_grows_just_as_graphs_do_is_not_flat() -> None:
+    readings = [100.0, 104, 107, 112, 117, 119, 124, 128]
+    assert not trend(readings, list(range(8))).flat
 
 
 def test_few_readings_say_nothing() -> None:
     with pytest.raises(SystemExit, match="6 cycles"):
-        trend([1.0] * 5)
+        trend([1.0] * 5, [0] * 5)
+
+
+def test_large_mappings_are_not_read() -> None:
+    def mapping(begin: int, mib: int, kib: int, rights: str = "rw-p", name: str = "") -> str:
+        where = f"{begin << 20:x}-{begin + mib << 20:x} {rights} 00000000 00:00 0"
+        return f"{where} {name}\nSize: 1 kB\nAnonymous:        {kib} kB\n"
+
+    smaps = "".join([
+        mapping(1, 100, 1, name="[heap]"),
+        mapping(128, 40, 2) + mapping(168, 24, 0, "---p"),  # the heap of a thread
+        mapping(192, 64, 4),  # one that is full
+        mapping(300, 7, 8),
+        mapping(310, 64, 16),
+        mapping(384, 32, 32) + mapping(500, 1, 0, "---p"),
+    ])  # fmt: skip
+    assert host_mib(smaps) * 1024 == 1 + 2 + 4 + 8
 
 
 def test_a_bench_of_drafts_has_the_model_that_it_is_about() -> None:
