@@ -1,13 +1,17 @@
 """A full-size model behind the whole stack: first tokens cold and warm, decode beside a long
 prompt and beside copies between tiers. `bench.churn` is the traffic of many clients.
 
-    python -m bench.at_size [--cases first,mixed,tiers] [--tokens 8192,32768,131072] [--save]
-                            [-- FLAGS]
+    python -m bench.at_size [--cases first,mixed,donor,left,tiers] [--tokens 8192,32768,131072]
+                            [--save] [-- FLAGS]
 
 FLAGS go to the server; by default it serves `synth:27b` in NVFP4 on the CUDA device. `first`: a
 prompt nobody has seen, then the next turn of that conversation with 200 new tokens; `ratio` is how
 many times sooner the second begins. `mixed`: gaps between tokens of four streams, before and while
-a prompt of the longest size is computed, beside the bound that is configured. `tiers`, on a server
+a prompt of the longest size is computed, beside the bound that is configured. `donor`: a prompt of
+the longest size and, while it is computed, three others that go on from the same text: they wait
+for it, and `ratio` is how many times sooner all of them have begun than one by one without it.
+`left`: a client that hangs up in the middle of such a prompt: how long until its memory is free
+again, and what is left of its work when it comes back. `tiers`, on a server
 of its own with few slabs for checkpoints: gaps of a decoding stream alone, while the checkpoints of
 a long prompt are copied to host memory and disk, and while they come back.
 """
@@ -35,6 +39,7 @@ STREAMS = 4
 ALONE_S = 1.5
 NEW_TOKENS = 200
 TARGET = 50  # warm over cold, at 32k
+WAITING, AFTER_S = 3, 0.05  # prompts that wait for another, and how much later they come
 MOVE_S = 20  # longest wait for copies
 BOUNDS_MS = (0, 2, 5, 10, 15, 20, 30, 50, 100, 200, 500, 1000, float("inf"))
 
@@ -117,6 +122,48 @@ def mixed(report: Report, server: Server, texts: Texts, sizes: list[int]) -> Non
     report.add("mixed_prompt", tokens=sizes[-1], first_ms=answer.first_s * 1e3)
 
 
+def donor(report: Report, server: Server, texts: Texts, sizes: list[int]) -> None:
+    shared = texts.conversation(sizes[-1])
+    others = [[shared[0], *texts.conversation(500)[1:]] for _ in range(WAITING)]
+    begun = time.perf_counter()
+    with ThreadPoolExecutor(1 + WAITING) as pool:
+        job = pool.submit(ask, server, shared)
+        time.sleep(AFTER_S)
+        later = [pool.submit(ask, server, messages) for messages in others]
+        cold, answers = job.result(), [one.result() for one in later]
+        took = time.perf_counter() - begun
+    report.add(
+        "donor", tokens=sizes[-1], first_ms=cold.first_s * 1e3,
+        waited_ms=statistics.median(one.first_s for one in answers) * 1e3,
+        least_cached=min(one.cached for one in answers),
+        ratio=(1 + WAITING) * cold.first_s / took, of="one by one, cold",
+    )  # fmt: skip
+
+
+def left(report: Report, server: Server, texts: Texts, sizes: list[int]) -> None:
+    messages = texts.conversation(sizes[-1])
+    before = health(server)["scheduler"]
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    body = {"model": "m", "messages": messages, "max_tokens": 2, "stream": True}
+    connection.request(
+        "POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"}
+    )
+    done = int(before["prompt_tokens"])
+    while int(health(server)["scheduler"]["prompt_tokens"]) < done + sizes[-1] // 3:
+        time.sleep(0.002)
+    connection.sock.close()
+    begun = time.perf_counter()
+    while (after := health(server)["scheduler"])["running"]:
+        time.sleep(0.002)
+    freed = time.perf_counter() - begun
+    again = ask(server, messages)
+    report.add(
+        "left", tokens=sizes[-1], computed=int(after["prompt_tokens"]) - done,
+        freed_ms=freed * 1e3, again_ms=again.first_s * 1e3, again_cached=again.cached,
+        **{f"{name}_change": after[name] - before[name] for name in ("slots_free", "blocks_free")},
+    )  # fmt: skip
+
+
 def histogram(gaps: list[float]) -> str:
     """Counts of gaps up to each bound, in milliseconds."""
     counts = [sum(low < gap * 1e3 <= high for gap in gaps) for low, high in pairwise(BOUNDS_MS)]
@@ -177,9 +224,12 @@ def tiers(report: Report, texts: Texts, tokens: int, flags: Sequence[str]) -> No
     )  # fmt: skip
 
 
+CASES = {"first": first, "mixed": mixed, "donor": donor, "left": left}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", default="first,mixed,tiers")
+    parser.add_argument("--cases", default="first,mixed,donor,left,tiers")
     parser.add_argument("--tokens", default="8192,32768,131072")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("flags", nargs="*", help="flags of the server, after --")
@@ -201,10 +251,7 @@ def main() -> None:
     )  # fmt: skip
     try:
         for case in cases:
-            if case == "first":
-                first(report, server, texts, sizes)
-            else:
-                mixed(report, server, texts, sizes)
+            CASES[case](report, server, texts, sizes)
     finally:
         server.stop()
     report.write(args.save)
