@@ -9,12 +9,14 @@ clients twelve have conversations of their own, which grow to --most tokens, are
 anew; four send again what real clients sent (tests/data/clients), capture by capture, in every
 dialect. One request in seven is left in the middle. The server has fewer blocks than all of that
 needs. Traffic comes in cycles of --seconds each; behind each of them, when nothing runs, memory is
-read: of the device, and of the server's process without large mappings: images of the host tier,
-which have a budget and are counted, and pools. --warm-up cycles are for pools and tables to fill.
+read: of the device, and of the server's process without large mappings (images of the host tier,
+which have a budget and are counted, and pools) and without remembered texts, which have a bound and
+are counted too (`text_bytes`). --warm-up cycles are for pools to fill.
 
 A plane through the other readings says how much memory grew over all of them by itself, how much
-with every graph that the device keeps, of which there is a bound and a place in the memory plan,
-and how far off that growth may be (two standard errors). `flat` is memory that grew by no more than
+with every launch in the graphs that the device keeps (`graphs_mib`: of all of them), of which there
+is a bound and a place in the memory plan, and how far off that growth may be (two standard errors).
+`flat` is memory that grew by no more than
 LIMIT_MIB with the error added: growth and readings too wild to say are both `not flat`. Exit status
 1 for that, and where something is still held or a request was refused.
 """
@@ -58,7 +60,8 @@ def settled(server: Server) -> dict[str, Any]:
     """The scheduler's counts once nothing runs, or after SETTLE_S seconds."""
     deadline = time.monotonic() + SETTLE_S
     while True:
-        found: dict[str, Any] = health(server)["scheduler"]
+        told = health(server)
+        found: dict[str, Any] = told["scheduler"] | {"text_bytes": told["text_bytes"]}
         if not found["running"] + found["queued"] or time.monotonic() > deadline:
             return found
         time.sleep(0.2)
@@ -178,39 +181,39 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Behind a cycle. host, device: MiB. graphs: those that are kept."""
+    """Behind a cycle. host, device: MiB. kernels: launches in the graphs that are kept."""
 
     host: float
     device: float
-    graphs: int
+    kernels: int
 
 
 @dataclass(frozen=True, slots=True)
 class Trend:
     """growth: of values at even distances, from the first to the last one, beside what graphs took:
-    `graph` each. error: two standard errors of growth."""
+    `kernel` for each launch in them. error: two standard errors of growth."""
 
     growth: float
     error: float
-    graph: float
+    kernel: float
 
     @property
     def flat(self) -> bool:
         return self.growth + self.error <= LIMIT_MIB
 
 
-def trend(values: Sequence[float], graphs: Sequence[int]) -> Trend:
+def trend(values: Sequence[float], kernels: Sequence[int]) -> Trend:
     n = len(values)
     if n < MIN_READINGS:
         raise SystemExit(f"churn: {MIN_READINGS} cycles at least have to follow the warm-up.")
-    x, y = np.stack([np.ones(n), np.arange(n), np.array(graphs)], 1), np.array(values)
+    x, y = np.stack([np.ones(n), np.arange(n), np.array(kernels)], 1), np.array(values)
     if np.linalg.matrix_rank(x) < 3:  # none came, or as many in every cycle
         x = x[:, :2]
     inverse = np.linalg.inv(x.T @ x)
     line = inverse @ x.T @ y
     spread = ((y - x @ line) ** 2).sum() / (n - len(line)) * inverse[1, 1]
-    growth, graph = float(line[1]) * (n - 1), float(line[2]) if len(line) > 2 else 0.0
-    return Trend(growth, 2 * (n - 1) * float(spread) ** 0.5, graph)
+    growth, kernel = float(line[1]) * (n - 1), float(line[2]) if len(line) > 2 else 0.0
+    return Trend(growth, 2 * (n - 1) * float(spread) ** 0.5, kernel)
 
 
 def churn(report: Report, server: Server, args: argparse.Namespace) -> bool:
@@ -222,11 +225,13 @@ def churn(report: Report, server: Server, args: argparse.Namespace) -> bool:
         traffic.cycle()
         after = settled(server)
         smaps = Path(f"/proc/{server.process.pid}/smaps").read_text(encoding="utf-8")
-        reading = Reading(host_mib(smaps), device_mib(), after["graphs"])
+        texts = after["text_bytes"] / 2**20
+        reading = Reading(host_mib(smaps) - texts, device_mib(), after["graph_kernels"])
         print(
             f"cycle {number}: {traffic.counts['requests']} requests, host {reading.host:.1f} MiB, "
-            f"images {after['cache']['image_bytes'] >> 20} MiB, device {reading.device} MiB, "
-            f"graphs {reading.graphs} of {after['graphs_made']}", flush=True,
+            f"texts {texts:.1f} MiB, images {after['cache']['image_bytes'] >> 20} MiB, "
+            f"device {reading.device} MiB, graphs {after['graphs']} of {after['graphs_made']} "
+            f"with {reading.kernels} launches", flush=True,
         )  # fmt: skip
         if number >= args.warm_up:
             readings.append(reading)
@@ -241,13 +246,14 @@ def churn(report: Report, server: Server, args: argparse.Namespace) -> bool:
         graphs=after["graphs"], graphs_made=after["graphs_made"], last_error=after["last_error"],
     )  # fmt: skip
     right = not any(kept.values()) and not counts["refused"]
-    graphs = [reading.graphs for reading in readings]
+    kernels = [reading.kernels for reading in readings]
     for name in ("host", "device"):
         values = [float(getattr(reading, name)) for reading in readings]
-        found = trend(values, graphs)
+        found = trend(values, kernels)
         report.add(
             f"memory_{name}", first_mib=values[0], last_mib=values[-1], growth_mib=found.growth,
-            error_mib=found.error, limit_mib=LIMIT_MIB, graph_mib=found.graph,
+            error_mib=found.error, limit_mib=LIMIT_MIB,
+            graphs_mib=found.kernel * kernels[-1], kernel_kib=found.kernel * 1024,
             verdict="flat" if found.flat else "not flat",
         )  # fmt: skip
         right &= found.flat

@@ -76,5 +76,6 @@ class Ops:
             health["context"] = model.context
             health["numerics"] = model.fingerprint
             health["equality"] = dict(model.equality)
+            health["text_bytes"] = state.service.preparer.text_bytes
             health["scheduler"] = dataclasses.asdict(state.service.scheduler.snapshot())
         return health

@@ -111,7 +111,7 @@ class FakeEngine:
         self._on_done: Callable[[Done], None] | None = None
         self._waiting: deque[Done] = deque()
         self._busy_until = 0.0
-        self.graphs = self.graphs_made = 0  # what `progress` says of them
+        self.graphs = self.graph_kernels = self.graphs_made = 0  # what `progress` says of them
         self._submits = self._submitted = self._completed = self._last_id = 0
         self._closed = self._doomed = False
         self._poison: str | None = None
@@ -185,9 +185,8 @@ class FakeEngine:
         elif self._poison is not None:
             phase = "poisoned"
         started = self._completed + bool(self._waiting)
-        return Progress(
-            self._submitted, started, self._completed, phase, self.graphs, self.graphs_made
-        )
+        graphs = self.graphs, self.graph_kernels, self.graphs_made
+        return Progress(self._submitted, started, self._completed, phase, *graphs)
 
     def close(self, deadline_s: float = 5.0) -> None:
         self._closed = True

@@ -169,7 +169,7 @@ class NativeEngine:
             self._lib.ksl_get_progress(self._handle, progress)
         return Progress(
             progress.submitted, progress.started, progress.completed, PHASES[progress.phase],
-            progress.graphs, progress.graphs_made,
+            progress.graphs, progress.graph_kernels, progress.graphs_made,
         )  # fmt: skip
 
     def close(self, deadline_s: float = 5.0) -> None:

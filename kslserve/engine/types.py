@@ -214,13 +214,15 @@ class EngineInfo:
 @dataclass(frozen=True, slots=True)
 class Progress:
     """Waves by state, readable at any time from any thread. graphs: launch sequences that a device
-    keeps for waves of equal shape; graphs_made: so far, those it has replaced included."""
+    keeps for waves of equal shape; graph_kernels: launches in them; graphs_made: so far, those it
+    has replaced included."""
 
     submitted: int
     started: int
     completed: int
     phase: str  # idle, running, closed, poisoned
     graphs: int = 0
+    graph_kernels: int = 0
     graphs_made: int = 0
 
 

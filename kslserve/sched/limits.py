@@ -48,9 +48,9 @@ class SchedMetrics:
     """The registry's objects, looked up once."""
 
     __slots__ = (
-        "blocks", "cache", "drafts", "ends", "events", "gap", "graphs", "graphs_made",
-        "output_tokens", "prompt_tokens", "requests", "rounds", "saved", "slabs", "tier_bytes",
-        "tiers", "wave", "waves",
+        "blocks", "cache", "drafts", "ends", "events", "gap", "graph_kernels", "graphs",
+        "graphs_made", "output_tokens", "prompt_tokens", "requests", "rounds", "saved", "slabs",
+        "tier_bytes", "tiers", "wave", "waves",
     )  # fmt: skip
 
     def __init__(self, metrics: Metrics) -> None:
@@ -92,6 +92,7 @@ class SchedMetrics:
         self.graphs = metrics.gauge(
             "graphs", "Launch sequences that the device keeps for waves of equal shape"
         )
+        self.graph_kernels = metrics.gauge("graph_kernels", "Launches in those sequences")
         self.graphs_made = metrics.counter("graphs_made_total", "Launch sequences made for it")
 
     def publish(self, now: Snapshot) -> None:
@@ -104,6 +105,7 @@ class SchedMetrics:
         self.blocks["total"].value = now.blocks_total
         self.slabs["free"].value, self.slabs["total"].value = now.slabs_free, now.slabs_total
         self.graphs.value, self.graphs_made.value = now.graphs, now.graphs_made
+        self.graph_kernels.value = now.graph_kernels
         cache = now.cache
         self.tiers["device"].value = cache.device
         self.tiers["host"].value = cache.host

@@ -41,10 +41,10 @@ class CacheSnapshot:
 class Snapshot:
     """Counts for health and metrics. blocks_free: those that can be promised to new sequences;
     blocks_cached of them hold checkpoints. slabs_free: held by nobody. prefilling: of the running
-    ones, those whose prompt is not computed. graphs: launch sequences that a device keeps;
-    graphs_made: so far. wave_age_s: how long the wave in flight has been so, or how long ago the
-    last one ended; None before the first. last_error: what the engine said last. fatal: why nothing
-    can run any more, or None."""
+    ones, those whose prompt is not computed. graphs: launch sequences that a device keeps,
+    with graph_kernels launches; graphs_made: so far. wave_age_s: how long the wave in flight has
+    been so, or how long ago the last one ended; None before the first. last_error: what the engine
+    said last. fatal: why nothing can run any more, or None."""
 
     queued: int
     running: int
@@ -59,6 +59,7 @@ class Snapshot:
     waves: int
     in_flight: bool
     graphs: int
+    graph_kernels: int
     graphs_made: int
     wave_age_s: float | None
     preemptions: int
@@ -95,6 +96,7 @@ def look(
         waves=int(metrics.waves.value),
         in_flight=flights.count > 0,
         graphs=progress.graphs,
+        graph_kernels=progress.graph_kernels,
         graphs_made=progress.graphs_made,
         wave_age_s=age,
         preemptions=int(metrics.events["preemption"].value),

@@ -79,6 +79,11 @@ class Preparer:
     def pending(self) -> int:
         return self._pending
 
+    @property
+    def text_bytes(self) -> int:
+        """Of texts and ids that are remembered; each kind has a bound."""
+        return self.echo.size_bytes + self._segments.size_bytes
+
     async def prepare(self, request: Request) -> Prepared:
         """Raises QueueFull, ContextLengthExceeded, Unavailable, or InvalidRequest for messages that
         the template refuses."""

@@ -29,6 +29,10 @@ struct Wave {
 // Whether the wave asks for a tap of that name or (prefix) one that starts so. (wave.cc)
 bool wants_tap(const Wave *wave, const char *name, bool prefix);
 
+struct Graphs {
+  uint64_t kept, kernels, made;  // kernels: of those that are kept
+};
+
 struct Backend;
 
 struct BackendOps {
@@ -50,8 +54,8 @@ struct BackendOps {
   // for which there is time while the engine has nothing to do: then it is called again, `idle`
   // set, and does a piece of it that takes less than a wave.
   bool (*finish)(Backend *backend, bool idle);
-  // Null, or how many graphs the backend keeps and how many it has made.
-  void (*graphs)(const Backend *backend, uint64_t *kept, uint64_t *made);
+  // Null, or which graphs the backend keeps and how many it has made.
+  void (*graphs)(const Backend *backend, Graphs *graphs);
   void (*close)(Backend *backend);
 };
 

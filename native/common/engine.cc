@@ -66,7 +66,7 @@ struct ksl_engine {
   int event_read, event_write;
 
   alignas(64) std::atomic<uint64_t> submitted, started, completed;
-  std::atomic<uint64_t> graphs, graphs_made;
+  std::atomic<uint64_t> graphs, graph_kernels, graphs_made;
   std::atomic<bool> running, poisoned, closing, abandon;
   ksl_error fatal;  // written once, before `poisoned` is set
 
@@ -172,10 +172,11 @@ void run_wave(ksl_engine *e, RingEntry *entry) {
     const int rc = e->ops->run(e->backend, wave, e->scratch, &error);
     if (rc != KSL_OK) poison(e, rc, &error);
     if (e->ops->graphs != nullptr) {
-      uint64_t kept = 0, made = 0;
-      e->ops->graphs(e->backend, &kept, &made);
-      e->graphs.store(kept, std::memory_order_relaxed);
-      e->graphs_made.store(made, std::memory_order_relaxed);
+      Graphs graphs = Graphs();
+      e->ops->graphs(e->backend, &graphs);
+      e->graphs.store(graphs.kept, std::memory_order_relaxed);
+      e->graph_kernels.store(graphs.kernels, std::memory_order_relaxed);
+      e->graphs_made.store(graphs.made, std::memory_order_relaxed);
     }
   }
   end.ended_ns = now_ns();
@@ -444,6 +445,7 @@ int engine_progress(ksl_engine *e, ksl_progress *progress) {
   progress->started = started;
   progress->submitted = e->submitted.load();
   progress->graphs = e->graphs.load(std::memory_order_relaxed);
+  progress->graph_kernels = e->graph_kernels.load(std::memory_order_relaxed);
   progress->graphs_made = e->graphs_made.load(std::memory_order_relaxed);
   progress->phase = poisoned ? 3 : (e->closing.load() ? 2 : (e->running.load() ? 1 : 0));
   progress->last_error = poisoned ? KSL_FATAL : KSL_OK;

@@ -394,7 +394,7 @@ bool seen_before(Backend *b, const GraphShape &shape) {
 }
 
 // Keeps a graph in the place of the one unused longest.
-Graph *keep_graph(Backend *b, const GraphShape &shape, cudaGraphExec_t run) {
+Graph *keep_graph(Backend *b, const GraphShape &shape, cudaGraphExec_t run, size_t kernels) {
   Graph *place = &b->graphs[0];
   if (b->n_graphs < kGraphs) {
     place = &b->graphs[b->n_graphs++];
@@ -408,7 +408,7 @@ Graph *keep_graph(Backend *b, const GraphShape &shape, cudaGraphExec_t run) {
               "take longer to launch\n",
               kGraphs);
   }
-  *place = {shape, run, 0};
+  *place = {shape, run, kernels, 0};
   b->graphs_made++;
   return place;
 }
@@ -417,15 +417,17 @@ Graph *keep_graph(Backend *b, const GraphShape &shape, cudaGraphExec_t run) {
 Graph *capture(Backend *b, const GraphShape &shape, void (*work)(Backend *)) {
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t run = nullptr;
+  size_t kernels = 0;
   cudaError_t code = cudaStreamBeginCapture(b->device.stream, cudaStreamCaptureModeThreadLocal);
   if (code == cudaSuccess) {
     work(b);
     code = cudaStreamEndCapture(b->device.stream, &graph);
   }
   if (code == cudaSuccess && alloc_refused(b->alloc)) code = cudaErrorMemoryAllocation;
+  if (code == cudaSuccess) code = cudaGraphGetNodes(graph, nullptr, &kernels);
   if (code == cudaSuccess) code = cudaGraphInstantiate(&run, graph, 0);
   if (graph) cudaGraphDestroy(graph);
-  if (code == cudaSuccess) return keep_graph(b, shape, run);
+  if (code == cudaSuccess) return keep_graph(b, shape, run, kernels);
   cudaGetLastError();
   b->no_graphs = true;
   fprintf(stderr, "kslserve: no CUDA graph could be made (%s); waves take longer to launch\n",
@@ -522,9 +524,10 @@ int cuda_run(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
   return code;
 }
 
-void cuda_graphs(const Backend *b, uint64_t *kept, uint64_t *made) {
-  *kept = b->n_graphs;
-  *made = b->graphs_made;
+void cuda_graphs(const Backend *b, Graphs *graphs) {
+  graphs->kept = b->n_graphs;
+  graphs->made = b->graphs_made;
+  for (int i = 0; i < b->n_graphs; i++) graphs->kernels += b->graphs[i].kernels;
 }
 
 const BackendOps kCudaOps = {"cuda",  cuda_open,   cuda_info, cuda_run,

@@ -75,6 +75,7 @@ enum { kWavePart, kDraftPart };
 struct Graph {
   GraphShape shape;
   cudaGraphExec_t run;
+  size_t kernels;
   uint64_t used;
 };
 // Shapes that came once are remembered apart: they do not take the places of graphs.

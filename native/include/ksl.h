@@ -338,7 +338,8 @@ typedef struct ksl_done {
 
 typedef struct ksl_progress {
   uint64_t submitted, started, completed; /* waves */
-  uint64_t graphs, graphs_made;           /* launch sequences that a device keeps; made so far */
+  uint64_t graphs, graph_kernels;         /* launch sequences that a device keeps; their launches */
+  uint64_t graphs_made;                   /* so far */
   int32_t phase;                          /* 0 idle, 1 running, 2 closed, 3 poisoned */
   int32_t last_error;
 } ksl_progress;

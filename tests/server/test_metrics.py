@@ -57,6 +57,7 @@ NAMES = [
     'speculative_tokens_total{kind="committed"}',
     "speculative_rounds_total",
     "graphs",
+    "graph_kernels",
     "graphs_made_total",
     'prefix_cache_checkpoints{tier="device"}',
     'prefix_cache_checkpoints{tier="host"}',

@@ -54,14 +54,14 @@ def test_tests_that_cannot_be_collected(tmp_path: Path) -> None:
 def test_what_is_flat(readings: list[float], growth: float, flat: bool) -> None:
     found = trend(readings, [5] * 8)
     assert found.growth == pytest.approx(growth, abs=0.01)
-    assert (found.flat, found.graph) == (flat, 0)
+    assert (found.flat, found.kernel) == (flat, 0)
 
 
 @pytest.mark.parametrize(("leak", "flat"), [(0, True), (3, False)])
 def test_graphs_take_memory_that_is_planned(leak: float, flat: bool) -> None:
     graphs = [1, 5, 8, 12, 12, 17, 17, 20]
     found = trend([100 + 4 * made + leak * i for i, made in enumerate(graphs)], graphs)
-    assert found.graph == pytest.approx(4)
+    assert found.kernel == pytest.approx(4)
     assert found.growth == pytest.approx(7 * leak, abs=1e-6)
     assert found.flat == flat
 

@@ -489,9 +489,10 @@ def test_metrics_and_snapshot() -> None:
     assert blocks["total"].value == 40
     assert (snapshot.slots_free, snapshot.slabs_free, snapshot.slots_total) == (2, 2, 4)
     assert (snapshot.waves, snapshot.in_flight, snapshot.wave_age_s) == (0, True, 0.001)
-    world.engine.graphs, world.engine.graphs_made = 3, 5
+    world.engine.graphs, world.engine.graph_kernels, world.engine.graphs_made = 3, 90, 5
     world.scheduler.snapshot()
     assert world.metrics.gauge("graphs", "").value == 3
+    assert world.metrics.gauge("graph_kernels", "").value == 90
     assert world.metrics.counter("graphs_made_total", "").value == 5
     world.run()
     snapshot = world.scheduler.snapshot()
