@@ -117,8 +117,10 @@ int main() {
         for (const Room &room : rooms) {
           const int supers = m.cols / 256;
           const Shares s = ksl::choose_shares(m.rows / 16, supers, weights, m.summed, room);
-          const bool made = ksl::stream_makes_norm(s, weights, supers, true, tokens, room);
-          check(made == (!m.summed && &room == &rooms[0]), "makes its norm", m, room);
+          for (const bool floats : {false, true}) {
+            const bool made = ksl::stream_makes_norm(s, weights, supers, floats, tokens, room);
+            check(made == (!m.summed && &room == &rooms[0]), "makes its norm", m, room);
+          }
         }
       }
     }

@@ -55,7 +55,8 @@ constexpr int64_t stream_many_bytes(const Shares &s, int weights, int stages, in
 
 // Whether the blocks of a product make the norm of what it reads, `runs` times 256 elements of each
 // token: a warp has a run, and all but one, which fetches, take part; a block writes one of the new
-// residual. floats: plain rows read it.
+// residual. floats: plain rows read it, and their place holds the weights of the norm before; else
+// the last of three stages does until it is fetched.
 constexpr int64_t stream_normed_bytes(const Shares &s, int weights, int stages, int runs,
                                       bool floats, int tokens) {
   return stream_few_bytes(s, weights, stages, runs, tokens) +
@@ -63,8 +64,10 @@ constexpr int64_t stream_normed_bytes(const Shares &s, int weights, int stages, 
 }
 constexpr bool stream_makes_norm(const Shares &s, int weights, int runs, bool floats, int tokens,
                                  const Room &room) {
+  const int stages = floats ? 2 : 3;
   return s.slices == 1 && runs <= kMaxStreamWarps + 1 && runs <= s.shares &&
-         stream_normed_bytes(s, weights, 2, runs, floats, tokens) <= stream_most_beside(room);
+         (floats || runs * 1024 <= s.set_tiles * s.ways * weights) &&
+         stream_normed_bytes(s, weights, stages, runs, floats, tokens) <= stream_most_beside(room);
 }
 
 // Whether the largest of them has two stages.

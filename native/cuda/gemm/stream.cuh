@@ -260,18 +260,25 @@ __device__ inline void take_few_plain(const StreamArgs &a, int lane) {
     plain_row<kTokens, 1>(a.plain, row, 0, lane);
 }
 
+constexpr int kMostRuns = 32;
 // In place of a copy of x: warp `run` of a.norm_warps makes that run of 256 elements of the norm,
-// with the bits of norm.cu. floats: where plain rows read it, if there are any. loaded: it arrives
-// there when it has read everything.
+// with the bits of norm.cu. floats: where plain rows read it, if there are any. gains: memory for
+// the run's weights until `loaded`, where it arrives when it has read everything. squares: zeros.
 template <int kTokens>
-__device__ inline void make_norm(const StreamArgs &a, int run, int lane, unsigned loaded,
-                                 uint8_t *x, float *floats) {
-  __shared__ float squares[kTokens][32];
+__device__ inline void make_norm(const StreamArgs &a, int run, int lane, float4 *gains,
+                                 unsigned loaded, float (&squares)[kTokens][kMostRuns], uint8_t *x,
+                                 float *floats) {
   const InputNorm &n = a.norm;
   const int i = (run * 32 + lane) * kRun;
   const bool inside = i < n.width;
   float v[kTokens][kRun] = {};
-  if (inside) asm volatile("prefetch.global.L1 [%0];" ::"l"(n.gain + i));
+  // No kernel writes them; later they would come behind the weights.
+  gains += run * 64 + lane;
+  if (inside) {
+    const float4 *from = reinterpret_cast<const float4 *>(n.gain + i);
+    gains[0] = from[0];
+    gains[32] = from[1];
+  }
   wait_before();
 #pragma unroll
   for (int t = 0; t < kTokens; t++) {
@@ -289,19 +296,28 @@ __device__ inline void make_norm(const StreamArgs &a, int run, int lane, unsigne
     const float square = warp_sum(add_squares(v[t], i, n.width, 0.0f));
     if (lane == 0) squares[t][run] = square;
   }
+  float gain[kRun] = {};
+  if (inside) {
+    const float4 low = gains[0], high = gains[32];
+    gain[0] = low.x, gain[1] = low.y, gain[2] = low.z, gain[3] = low.w;
+    gain[4] = high.x, gain[5] = high.y, gain[6] = high.z, gain[7] = high.w;
+  }
+  __syncwarp();
   if (lane == 0) bulk_arrive(loaded);
-  const int threads = a.norm_warps * 32, runs = a.supers;
+  const int threads = a.norm_warps * 32;
   asm volatile("bar.sync 2, %0;" ::"r"(threads) : "memory");
 #pragma unroll
   for (int t = 0; t < kTokens; t++) {
     float square = 0;
-    for (int w = 0; w < runs; w++) square += squares[t][w];
+#pragma unroll
+    for (int w = 0; w < kMostRuns; w += 4) {
+      const float4 four = *reinterpret_cast<const float4 *>(&squares[t][w]);
+      square = square + four.x + four.y + four.z + four.w;
+    }
     const float r = norm_factor(square, n.width, n.eps);
-    float gain[kRun] = {};
-    if (inside) load8(n.gain + i, gain);
 #pragma unroll
     for (int k = 0; k < kRun; k++) v[t][k] = i + k < n.width ? v[t][k] * r * gain[k] : 0.0f;
-    if (run >= runs) continue;
+    if (run >= a.supers) continue;
     alignas(16) __half2 halves[kRun / 2];
 #pragma unroll
     for (int k = 0; k < kRun; k += 2)
@@ -327,7 +343,9 @@ template <int kEncoding, int kTokens, bool kBeside, bool kNorm>
 __device__ inline void few(const StreamArgs &a) {
   constexpr int kBytes = Expand<kEncoding>::kBytes;
   constexpr int kLanes = kTokens * 4, kPart = kLanes * 16;
-  __shared__ uint64_t loaded;  // kNorm: what the norm is made of
+  // kNorm: the barrier that says that what the norm is made of has come; sums of its runs.
+  __shared__ uint64_t loaded;
+  __shared__ __align__(16) float squares[kTokens][kMostRuns];
   extern __shared__ __align__(128) uint8_t memory[];
   allow_next();
   const int lane = pinned_lane(), warp = threadIdx.x >> 5;
@@ -342,6 +360,7 @@ __device__ inline void few(const StreamArgs &a) {
     if (!kBeside) plain_ring_barriers({a.plain_warps, 2 * a.plain_half, memory + a.plain_at});
     bulk_barriers_made();
   }
+  if (kNorm && threadIdx.x < kTokens * kMostRuns) (&squares[0][0])[threadIdx.x] = 0;
   __syncthreads();
   // x; [set_tiles][ways - 1][4][32]: sums of the ways but the first; kNorm: what plain rows read
   uint8_t *x = memory + stages * (stage + 16);
@@ -353,7 +372,10 @@ __device__ inline void few(const StreamArgs &a) {
           reinterpret_cast<float *>(x + a.supers * 8 * kPart + a.set_tiles * (a.ways - 1) * 512);
       uint16_t *weights = reinterpret_cast<uint16_t *>(floats + a.supers * kTokens * 256);
       if (a.plain_bytes > 0 && own < rows) plain_fetch(a.plain, own, lane, weights);
-      make_norm<kTokens>(a, warp - (warp > warps), lane, shared_at(&loaded), x, floats);
+      float4 *gains = reinterpret_cast<float4 *>(a.plain.n > 0 ? reinterpret_cast<uint8_t *>(floats)
+                                                               : memory + (stages - 1) * stage);
+      make_norm<kTokens>(a, warp - (warp > warps), lane, gains, shared_at(&loaded), squares, x,
+                         floats);
       for (int row = own; row < rows; row += gridDim.x) {
         if (a.plain_bytes == 0) {
           plain_row<kTokens, 1>(a.plain, floats, row, 0, lane);
