@@ -37,6 +37,24 @@ __device__ inline void bulk_load(unsigned to, const void *from, unsigned bytes, 
       "l"(from), "r"(bytes), "r"(barrier)
       : "memory");
 }
+// The same with one of these policies. once: of what nobody asks for again, which L2 gives up
+// before anything else.
+__device__ inline uint64_t bulk_policy(bool once) {
+  uint64_t policy;
+  if (once)
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  else
+    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ inline void bulk_load(unsigned to, const void *from, unsigned bytes, unsigned barrier,
+                                 uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
 // Into L2 alone.
 __device__ inline void bulk_ahead(const void *from, unsigned bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");

@@ -406,6 +406,7 @@ __device__ inline void few(const StreamArgs &a) {
     const int64_t tile_bytes = static_cast<int64_t>(a.supers) * kBytes;
     const uint8_t *from = a.data + (share.first + slot) * tile_bytes +
                           static_cast<int64_t>(share.begin + chain.skip) * kBytes;
+    const uint64_t policy = bulk_policy(true);
     int place = 0, phase = 1, ahead = 0;
     for (int set = share.first; set < share.last; set += a.set_tiles) {
       const bool has_tile = lane < warps && set + slot < share.last;
@@ -425,7 +426,8 @@ __device__ inline void few(const StreamArgs &a) {
           bulk_expect(full, blocks * kBytes);
         }
         __syncwarp();
-        if (there) bulk_load(base + place * stage + lane * kBytes, from + i * kBytes, kBytes, full);
+        if (there)
+          bulk_load(base + place * stage + lane * kBytes, from + i * kBytes, kBytes, full, policy);
         if (++place == stages) {
           place = 0;
           phase ^= 1;
@@ -558,6 +560,8 @@ __device__ inline void many(const StreamArgs &a) {
     const unsigned to = base + way * part +
                         (has_tokens ? weights + (slot - a.set_tiles) * kSuperBytes : slot * kBytes);
     const bool used = slot < items && (!has_tokens || group * 8 < a.tokens);
+    // Weights leave L2 to what a wave writes and reads again; at 32 tokens that gains nothing.
+    const uint64_t policy = bulk_policy(!has_tokens && kGroups <= 2);
     // Walks over sets, and the steps of each.
     struct Walk {
       int set, step;
@@ -574,7 +578,7 @@ __device__ inline void many(const StreamArgs &a) {
         __syncwarp();
       }
       if (there && (has_tokens ? with_tokens : with_weights))
-        bulk_load(to + place * stage, at.from + at.step * bytes, bytes, full);
+        bulk_load(to + place * stage, at.from + at.step * bytes, bytes, full, policy);
       if (++at.step == steps) at = {at.set + a.set_tiles, 0, at.from + set_bytes};
     };
     const int total = (share.last - share.first + a.set_tiles - 1) / a.set_tiles * steps;

@@ -580,6 +580,12 @@ inline void bulk_load(unsigned to, const void *from, unsigned bytes, unsigned ba
                     bulk_turn(at);
                   }});
 }
+inline uint64_t bulk_policy(bool once) {
+  return once;
+}
+inline void bulk_load(unsigned to, const void *from, unsigned bytes, unsigned barrier, uint64_t) {
+  bulk_load(to, from, bytes, barrier);
+}
 inline void bulk_ahead(const void *, unsigned) {}
 inline int pinned_lane() {
   return emulated::now->number & 31;
