@@ -70,15 +70,17 @@ void made_column(Backend *b, int column) {
   backlog_forget(b, block, position % b->config->block_tokens);
 }
 
-// What waits of the rows that are to draft.
-void settle_drafting(Backend *b) {
-  const uint64_t begun = now_ns();
+// What waits of the rows that read it in this wave.
+void settle_rows(Backend *b, bool (*reads)(const RowPlan *row)) {
   for (int r = 0; r < b->n_rows; r++) {
     const RowPlan *row = &b->rows[r];
-    if (may_draft(row)) backlog_gather(b, row->row->slot, row->row->start + row->committed);
+    if (reads(row)) backlog_gather(b, row->row->slot, row->row->start + row->committed);
   }
   backlog_settle(b);
-  *b->wave->drafts_ns += now_ns() - begun;
+}
+
+bool has_columns(const RowPlan *row) {
+  return row->n > 0;
 }
 
 struct DraftTask {
@@ -186,6 +188,7 @@ void mtp_follow(Backend *b) {
   const bool waits = !tapped && committed <= b->mtp_room;
   each_committed(b, waits ? wait_column : made_column);
   if (tapped) {
+    settle_rows(b, has_columns);
     walk(b, kListMtpInput, 0);
     walk(b, kListFull, layer);
     walk(b, kListMtpOutput, 0);
@@ -196,7 +199,11 @@ void mtp_follow(Backend *b) {
     else
       follow_columns(b);
   }
-  if (drafting) settle_drafting(b);
+  if (drafting) {
+    const uint64_t begun = now_ns();
+    settle_rows(b, may_draft);
+    *b->wave->drafts_ns += now_ns() - begun;
+  }
 }
 
 bool mtp_finish(Backend *b, bool idle) {
