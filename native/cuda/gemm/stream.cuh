@@ -561,7 +561,8 @@ __device__ inline void many(const StreamArgs &a) {
                         (has_tokens ? weights + (slot - a.set_tiles) * kSuperBytes : slot * kBytes);
     const bool used = slot < items && (!has_tokens || group * 8 < a.tokens);
     // Weights leave L2 to what a wave writes and reads again; at 32 tokens that gains nothing.
-    const uint64_t policy = bulk_policy(!has_tokens && kGroups <= 2);
+    constexpr bool kPolicy = kGroups <= 2;
+    const uint64_t policy = kPolicy ? bulk_policy(!has_tokens) : 0;
     // Walks over sets, and the steps of each.
     struct Walk {
       int set, step;
@@ -577,8 +578,12 @@ __device__ inline void many(const StreamArgs &a) {
         if (lane == 0) bulk_expect(full, tiles * kBytes + groups * kSuperBytes);
         __syncwarp();
       }
-      if (there && (has_tokens ? with_tokens : with_weights))
-        bulk_load(to + place * stage, at.from + at.step * bytes, bytes, full, policy);
+      if (there && (has_tokens ? with_tokens : with_weights)) {
+        if constexpr (kPolicy)
+          bulk_load(to + place * stage, at.from + at.step * bytes, bytes, full, policy);
+        else
+          bulk_load(to + place * stage, at.from + at.step * bytes, bytes, full);
+      }
       if (++at.step == steps) at = {at.set + a.set_tiles, 0, at.from + set_bytes};
     };
     const int total = (share.last - share.first + a.set_tiles - 1) / a.set_tiles * steps;
