@@ -11,9 +11,9 @@ a prompt of the longest size is computed, beside the bound that is configured. `
 the longest size and, while it is computed, three others that go on from the same text: they wait
 for it, and `ratio` is how many times sooner all of them have begun than one by one without it.
 `left`: a client that hangs up in the middle of such a prompt: how long until its memory is free
-again, and what is left of its work when it comes back. `tiers`, on a server
-of its own with few slabs for checkpoints: gaps of a decoding stream alone, while the checkpoints of
-a long prompt are copied to host memory and disk, and while they come back.
+again, and what is left of its work when it comes back. `tiers`, on a server of its own with few
+slabs for checkpoints: gaps of a decoding stream alone, while the checkpoints of a long prompt are
+copied to host memory and disk, and while they come back.
 """
 
 from __future__ import annotations

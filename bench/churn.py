@@ -16,9 +16,9 @@ are counted too (`text_bytes`). --warm-up cycles are for pools to fill.
 A plane through the other readings says how much memory grew over all of them by itself, how much
 with every launch in the graphs that the device keeps (`graphs_mib`: of all of them), of which there
 is a bound and a place in the memory plan, and how far off that growth may be (two standard errors).
-`flat` is memory that grew by no more than
-LIMIT_MIB with the error added: growth and readings too wild to say are both `not flat`. Exit status
-1 for that, and where something is still held or a request was refused.
+`flat` is memory that grew by no more than LIMIT_MIB with the error added: growth and readings too
+wild to say are both `not flat`. Exit status 1 for that, and where something is still held or a
+request was refused.
 """
 
 from __future__ import annotations
