@@ -36,11 +36,6 @@ __device__ inline void plain_rows_ring(const PlainRing &ring, const PlainArgs &p
   const int total = (items - static_cast<int>(blockIdx.x) + step - 1) / step * rounds;
   const int bytes = plain_round_bytes(warps);
   const unsigned base = shared_at(ring.memory);
-  const auto row_of = [&](int row, int *which) {
-    *which = 0;
-    while (row >= p.first_row[*which + 1]) ++*which;
-    return row - p.first_row[*which];
-  };
   // The first warp fetches: a lane has a token, or a row.
   struct Walk {
     int item, round;
@@ -58,8 +53,8 @@ __device__ inline void plain_rows_ring(const PlainRing &ring, const PlainArgs &p
     }
     const int own = lane - kPlainTokens, row = item / sets * warps + own;
     if (own >= warps || row >= rows) return nullptr;
-    int which;
-    const int64_t at = row_of(row, &which);
+    const int which = plain_which(p, row);
+    const int64_t at = row - p.first_row[which];
     return static_cast<const uint8_t *>(p.matrices[which].codes) + at * cols * 2;
   };
   const auto fetch = [&](Walk *at, int place, bool announced, bool weights, bool tokens) {
@@ -121,15 +116,8 @@ __device__ inline void plain_rows_ring(const PlainRing &ring, const PlainArgs &p
       }
     }
     if (row >= rows) continue;
-    int which;
-    const int64_t at = row_of(row, &which);
-#pragma unroll
-    for (int t = 0; t < kPlainTokens; t++) {
-      const float all = warp_sum(sum[t]);
-      const Output &out = p.outputs[which];
-      if (lane == 0 && token + t < p.tokens)
-        out.y[static_cast<int64_t>(token + t) * out.stride + at] = all;
-    }
+    const int which = plain_which(p, row);
+    plain_store<kPlainTokens>(p, which, row - p.first_row[which], token, lane, sum);
   }
 }
 

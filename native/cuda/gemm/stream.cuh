@@ -206,19 +206,17 @@ struct Chain {
 };
 
 // What the warps behind the others do; the rows are dealt out to blocks, the tokens to warps.
-// kUnroll: rounds whose loads are in flight together.
-template <int kUnroll>
 __device__ inline void take_plain(const StreamArgs &a, int warp, int lane) {
   const int rows = a.plain.first_row[a.plain.n];
   if (warp == 0 && lane == 0) plain_ahead(a.plain, blockIdx.x);
   wait_before();
   for (int item = blockIdx.x; item < rows; item += gridDim.x) {
     if (a.tokens == 1) {
-      if (warp == 0) plain_row<1, kUnroll>(a.plain, item, 0, lane);
+      if (warp == 0) plain_row<1, 1>(a.plain, item, 0, lane);
       continue;
     }
     for (int token = warp * kPlainTokens; token < a.tokens; token += a.plain_warps * kPlainTokens)
-      plain_row<kPlainTokens, kUnroll>(a.plain, item, token, lane);
+      plain_row<kPlainTokens, 1>(a.plain, item, token, lane);
   }
 }
 
@@ -250,7 +248,7 @@ __device__ inline void join_second(const StreamArgs &a, const float *others, flo
 }
 
 constexpr int kFewPlainWarps = 1;  // its tokens are one set of them
-// The same in stream_few_beside, which has registers for one round of loads.
+// The same in stream_few_beside.
 template <int kTokens>
 __device__ inline void take_few_plain(const StreamArgs &a, int lane) {
   const int rows = a.plain.first_row[a.plain.n];
@@ -393,7 +391,7 @@ __device__ inline void few(const StreamArgs &a) {
       plain_rows_ring({a.plain_warps, 2 * a.plain_half, memory + a.plain_at}, a.plain,
                       warp - warps - 1, lane);
     else
-      take_plain<1>(a, warp - warps - 1, lane);
+      take_plain(a, warp - warps - 1, lane);
     return;
   }
   const Share share(a);
@@ -539,7 +537,7 @@ __device__ inline void many(const StreamArgs &a) {
       plain_rows_ring({a.plain_warps, 2 * a.plain_half, memory + a.plain_at}, a.plain,
                       warp - consumers - 1, lane);
     else
-      take_plain<1>(a, warp - consumers - 1, lane);
+      take_plain(a, warp - consumers - 1, lane);
     return;
   }
   const Share share(a);
