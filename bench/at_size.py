@@ -1,19 +1,21 @@
 """A full-size model behind the whole stack: first tokens cold and warm, decode beside a long
 prompt and beside copies between tiers. `bench.churn` is the traffic of many clients.
 
-    python -m bench.at_size [--cases first,mixed,donor,left,tiers] [--tokens 8192,32768,131072]
+    python -m bench.at_size [--cases left,first,mixed,donor,tiers] [--tokens 8192,32768,131072]
                             [--save] [-- FLAGS]
 
-FLAGS go to the server; by default it serves `synth:27b` in NVFP4 on the CUDA device. `first`: a
-prompt nobody has seen, then the next turn of that conversation with 200 new tokens; `ratio` is how
-many times sooner the second begins. `mixed`: gaps between tokens of four streams, before and while
-a prompt of the longest size is computed, beside the bound that is configured. `donor`: a prompt of
-the longest size and, while it is computed, three others that go on from the same text: they wait
-for it, and `ratio` is how many times sooner all of them have begun than one by one without it.
-`left`: a client that hangs up in the middle of such a prompt: how long until its memory is free
-again, and what is left of its work when it comes back. `tiers`, on a server of its own with few
-slabs for checkpoints: gaps of a decoding stream alone, while the checkpoints of a long prompt are
-copied to host memory and disk, and while they come back.
+FLAGS go to the server; by default it serves `synth:27b` in NVFP4 on the CUDA device. `left`: a
+client that hangs up in the middle of a prompt of the longest size: how long until its memory is
+free again, how soon a short prompt that comes then begins, and what is left of the work when as
+much of the text comes back as was computed. `first`: a prompt nobody has seen, then the next turn
+of that conversation with 200 new tokens; `ratio` is how many times sooner the second begins.
+`mixed`: gaps between tokens of four streams, before and while a prompt of the longest size is
+computed, beside the bound that is configured. `donor`: a prompt of the size before the longest and,
+while it is computed, three others that go on from the same text: they wait for it, and `ratio` is
+how many times sooner all of them have begun than one by one without it. `tiers`, on a server of its
+own with few slabs for checkpoints: gaps of a decoding stream alone, while the checkpoints of such a
+prompt are copied to host memory and disk, and while they come back. Cases run in the order in which
+they are named, and each prints its rows when it ends.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ ALONE_S = 1.5
 NEW_TOKENS = 200
 TARGET = 50  # warm over cold, at 32k
 WAITING, AFTER_S = 3, 0.05  # prompts that wait for another, and how much later they come
+LEFT_PART = 3  # a client hangs up when so large a part of its prompt, one in LEFT_PART, is computed
 MOVE_S = 20  # longest wait for copies
 BOUNDS_MS = (0, 2, 5, 10, 15, 20, 30, 50, 100, 200, 500, 1000, float("inf"))
 
@@ -123,7 +126,8 @@ def mixed(report: Report, server: Server, texts: Texts, sizes: list[int]) -> Non
 
 
 def donor(report: Report, server: Server, texts: Texts, sizes: list[int]) -> None:
-    shared = texts.conversation(sizes[-1])
+    tokens = sizes[-2:][0]
+    shared = texts.conversation(tokens)
     others = [[shared[0], *texts.conversation(500)[1:]] for _ in range(WAITING)]
     begun = time.perf_counter()
     with ThreadPoolExecutor(1 + WAITING) as pool:
@@ -133,7 +137,7 @@ def donor(report: Report, server: Server, texts: Texts, sizes: list[int]) -> Non
         cold, answers = job.result(), [one.result() for one in later]
         took = time.perf_counter() - begun
     report.add(
-        "donor", tokens=sizes[-1], first_ms=cold.first_s * 1e3,
+        "donor", tokens=tokens, first_ms=cold.first_s * 1e3,
         waited_ms=statistics.median(one.first_s for one in answers) * 1e3,
         least_cached=min(one.cached for one in answers),
         ratio=(1 + WAITING) * cold.first_s / took, of="one by one, cold",
@@ -141,25 +145,29 @@ def donor(report: Report, server: Server, texts: Texts, sizes: list[int]) -> Non
 
 
 def left(report: Report, server: Server, texts: Texts, sizes: list[int]) -> None:
-    messages = texts.conversation(sizes[-1])
+    part = sizes[-1] // LEFT_PART
+    again, short = texts.conversation(part), texts.conversation(500)
+    system = {"role": "system", "content": f"{again[0]['content']} {texts.make(sizes[-1] - part)}"}
     before = health(server)["scheduler"]
     connection = http.client.HTTPConnection("127.0.0.1", server.port)
-    body = {"model": "m", "messages": messages, "max_tokens": 2, "stream": True}
+    body = {"model": "m", "messages": [system, again[1]], "max_tokens": 2, "stream": True}
     connection.request(
         "POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"}
     )
     done = int(before["prompt_tokens"])
-    while int(health(server)["scheduler"]["prompt_tokens"]) < done + sizes[-1] // 3:
+    while int(health(server)["scheduler"]["prompt_tokens"]) < done + part:
         time.sleep(0.002)
     connection.sock.close()
     begun = time.perf_counter()
     while (after := health(server)["scheduler"])["running"]:
         time.sleep(0.002)
     freed = time.perf_counter() - begun
-    again = ask(server, messages)
+    soon = ask(server, short)
+    back = ask(server, again)
     report.add(
         "left", tokens=sizes[-1], computed=int(after["prompt_tokens"]) - done,
-        freed_ms=freed * 1e3, again_ms=again.first_s * 1e3, again_cached=again.cached,
+        freed_ms=freed * 1e3, next_ms=soon.first_s * 1e3, again_tokens=part,
+        again_ms=back.first_s * 1e3, again_cached=back.cached,
         **{f"{name}_change": after[name] - before[name] for name in ("slots_free", "blocks_free")},
     )  # fmt: skip
 
@@ -224,12 +232,12 @@ def tiers(report: Report, texts: Texts, tokens: int, flags: Sequence[str]) -> No
     )  # fmt: skip
 
 
-CASES = {"first": first, "mixed": mixed, "donor": donor, "left": left}
+CASES = {"left": left, "first": first, "mixed": mixed, "donor": donor}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", default="first,mixed,donor,left,tiers")
+    parser.add_argument("--cases", default="left,first,mixed,donor,tiers")
     parser.add_argument("--tokens", default="8192,32768,131072")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("flags", nargs="*", help="flags of the server, after --")
@@ -238,22 +246,25 @@ def main() -> None:
     window = sizes[-1] + 4096
     report = Report("at_size")
     texts = Texts(seed=5)
-    cases = args.cases.split(",")
-    if "tiers" in cases:
-        tiers(report, texts, min(sizes[-1], 32768), args.flags or DEFAULT_FLAGS)
-        cases.remove("tiers")
-    if not cases:
-        report.write(args.save)
-        return
-    server = Server(
-        *(args.flags or DEFAULT_FLAGS), "--context", str(window),
-        "--kv-tokens", str(8 * window), "--max-seqs", "16",
-    )  # fmt: skip
+    flags = args.flags or DEFAULT_FLAGS
+    server: Server | None = None
     try:
-        for case in cases:
+        for case in args.cases.split(","):
+            if case == "tiers":
+                if server is not None:
+                    server.stop()
+                    server = None
+                tiers(report, texts, sizes[-2:][0], flags)
+                continue
+            if server is None:
+                server = Server(
+                    *flags, "--context", str(window), "--kv-tokens", str(8 * window),
+                    "--max-seqs", "16",
+                )  # fmt: skip
             CASES[case](report, server, texts, sizes)
     finally:
-        server.stop()
+        if server is not None:
+            server.stop()
     report.write(args.save)
 
 
