@@ -10,8 +10,9 @@ anew; four send again what real clients sent (tests/data/clients), capture by ca
 dialect. One request in seven is left in the middle. The server has fewer blocks than all of that
 needs. Traffic comes in cycles of --seconds each; behind each of them, when nothing runs, memory is
 read: of the device, and of the server's process without large mappings (images of the host tier,
-which have a budget and are counted, and pools) and without remembered texts, which have a bound and
-are counted too (`text_bytes`). --warm-up cycles are for pools to fill.
+which have a budget and are counted, and pools), without remembered texts and without the tokens of
+known prefixes, which have bounds and are counted too (`text_bytes`, `path_bytes`). --warm-up cycles
+are for pools to fill.
 
 A plane through the other readings says how much memory grew over all of them by itself, how much
 with every launch in the graphs that the device keeps (`graphs_mib`: of all of them), of which there
@@ -225,11 +226,12 @@ def churn(report: Report, server: Server, args: argparse.Namespace) -> bool:
         traffic.cycle()
         after = settled(server)
         smaps = Path(f"/proc/{server.process.pid}/smaps").read_text(encoding="utf-8")
-        texts = after["text_bytes"] / 2**20
-        reading = Reading(host_mib(smaps) - texts, device_mib(), after["graph_kernels"])
+        texts, paths = after["text_bytes"] / 2**20, after["cache"]["path_bytes"] / 2**20
+        host = host_mib(smaps) - texts - paths
+        reading = Reading(host, device_mib(), after["graph_kernels"])
         print(
             f"cycle {number}: {traffic.counts['requests']} requests, host {reading.host:.1f} MiB, "
-            f"texts {texts:.1f} MiB, images {after['cache']['image_bytes'] >> 20} MiB, "
+            f"texts {texts:.1f}, paths {paths:.1f}, images {after['cache']['image_bytes'] >> 20}, "
             f"device {reading.device} MiB, graphs {after['graphs']} of {after['graphs_made']} "
             f"with {reading.kernels} launches", flush=True,
         )  # fmt: skip

@@ -18,7 +18,8 @@ class CacheSnapshot:
     """Checkpoints by tier (one may be in several), bytes of the lower tiers, and what happened
     since the start: admissions from a checkpoint and without, checkpoints made and evicted from the
     device, prompt tokens that were not computed, files read, written and unusable. image_bytes:
-    host memory of all images, those that move and the room kept for the next ones included."""
+    host memory of all images, those that move and the room kept for the next ones included.
+    path_bytes: host memory of the tokens of known prefixes; a checkpoint of any tier has one."""
 
     enabled: bool
     device: int
@@ -35,6 +36,7 @@ class CacheSnapshot:
     reads: int
     writes: int
     bad_files: int
+    path_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

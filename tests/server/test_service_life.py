@@ -211,7 +211,7 @@ def test_health(server: Server) -> None:
     counts += ("blocks_free", "blocks_cached", "blocks_total", "queued", "running", "waves")
     assert all(state[name] >= 0 for name in counts)
     assert (state["slots_total"], state["running"], state["queued"]) == (2, 0, 0)
-    tiers = {"device", "host", "host_bytes", "image_bytes", "disk", "disk_bytes"}
+    tiers = {"device", "host", "host_bytes", "image_bytes", "disk", "disk_bytes", "path_bytes"}
     assert tiers <= state["cache"].keys()
     assert (state["last_error"], state["fatal"]) == (None, None)
     assert get_text(server.root + "/").startswith("kslserve ")

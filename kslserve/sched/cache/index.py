@@ -69,13 +69,14 @@ class Match:
 
 
 class RadixIndex:
-    """version: changes whenever a match may."""
+    """version: changes whenever a match may. path_bytes: of the tokens of all edges."""
 
-    __slots__ = ("root", "version")
+    __slots__ = ("path_bytes", "root", "version")
 
     def __init__(self) -> None:
         self.root = Node(None, np.empty(0, np.int32), 0)
         self.version = 0
+        self.path_bytes = 0
 
     def match(self, ids: Ids) -> Match:
         """Follow the ids as far as any path goes."""
@@ -102,6 +103,7 @@ class RadixIndex:
             child = node.children.get(int(ids[at]))
             if child is None:
                 child = Node(node, ids[at:].copy(), len(ids))
+                self.path_bytes += child.tokens.nbytes
                 node.children[int(ids[at])] = child
                 self.version += 1
                 return child
@@ -143,9 +145,10 @@ class RadixIndex:
 
     def check(self) -> None:
         """Assert that edges, counts and ends agree and that nothing superfluous is left."""
-        stack = [self.root]
+        stack, nbytes = [self.root], 0
         while stack:
             node = stack.pop()
+            nbytes += node.tokens.nbytes
             for token, child in node.children.items():
                 assert child.parent is node
                 assert len(child.tokens)
@@ -157,6 +160,7 @@ class RadixIndex:
             if node.checkpoint is not None:
                 assert node.checkpoint.node is node
             stack.extend(node.children.values())
+        assert self.path_bytes == nbytes
 
     def _count(self, node: Node, change: int) -> None:
         self.version += 1
@@ -183,6 +187,7 @@ class RadixIndex:
             parent = node.parent
             if not node.children:
                 del parent.children[int(node.tokens[0])]
+                self.path_bytes -= node.tokens.nbytes
                 self.version += 1
                 node = parent
                 continue

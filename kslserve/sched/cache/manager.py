@@ -222,6 +222,7 @@ class PrefixCache:
             reads=disk.reads if disk is not None else 0,
             writes=disk.writes if disk is not None else 0,
             bad_files=disk.bad_files if disk is not None else 0,
+            path_bytes=self.index.path_bytes,
         )
 
     def held_slabs(self) -> list[int]:
