@@ -1,18 +1,22 @@
 """What speculation gains: tokens per second against plain decode, with the scheduler that serves.
 
-    python -m bench.speculation [--kinds code,chat,random,head] [--streams 1,2,4,8] [--pairs 81]
-                                [--tokens 192] [--batches 8] [--speculation auto] [--backend cpu]
-                                [--save]
+    python -m bench.speculation [--kinds code,chat,random,head] [--streams 1,2,4,8] [--rounds 25]
+                                [--most 81] [--tokens 192] [--batches 8] [--speculation auto]
+                                [--backend cpu] [--save]
     python -m bench.speculation --acceptance [--tokens 192] [--backend cpu] [--save]
     python -m bench.speculation --device [--model synth:27b] [--weights nvfp4] [--context 2048]
                                 [--streams 1,2,4,8] [--backend cuda] [--save]
 
 Each cell runs the same batches of requests plainly and with drafts. Both go through one engine, so
-that nothing else of this process has a core: two schedulers take turns, batch by batch, and who
-goes first changes. A pair is one batch, run both ways one after the other, since machines change
-their pace from second to second; the cell prints the median of the pairs' ratios of tokens per
-second and its 95 % interval, tokens per wave and row, and the part of the drafts that came true.
-The pairs before the first one that counts warm up, as a server would be.
+that nothing else of this process has a core: two schedulers take turns, batch by batch. A round is
+one batch, run plainly, with drafts and plainly again, since machines change their pace from second
+to second: what changes evenly is the same for both. The cell prints the median of the rounds'
+ratios of tokens per second and its 95 % interval, tokens per wave and row, and the part of the
+drafts that came true. `null_low` and `null_high` are such an interval of the first plain runs
+against the second ones: what says no more than that is noise. The rounds before the first one that
+counts warm up, as a server would be. How far the plain runs of these lie apart says how many rounds
+the cell gets, before any of them is run: as many as should make the interval narrow enough to see
+a loss of 3 %, at least `--rounds` and at most `--most`.
 
 Texts: `code` goes on with boilerplate that is in its context twice, greedily; `chat` answers the
 golden prompts with the family's default sampling, and goes on where they end; `random` samples so
@@ -35,7 +39,7 @@ import numpy as np
 
 from bench.cpu import BLOCK
 from bench.drafts import acceptance
-from bench.pace import Server, Tally, Turn, Turns
+from bench.pace import Round, Server, Tally, Turn, Turns, interval, rounds_for
 from bench.report import Report
 from bench.verify import device
 from kslserve.core.sampling import SamplingParams
@@ -85,7 +89,7 @@ BOILERPLATE = (
 """,
 )
 NAMES = ("host", "port", "user", "path", "timeout", "retries")
-WARM_UP = 2  # pairs of each batch
+WARM_UP, WARM_UP_LEAST = 2, 12  # rounds of each batch, and of a cell
 POLICIES = {
     "auto": SpecPolicy(),
     "ngram": SpecPolicy(mtp=False),
@@ -123,12 +127,13 @@ def batches_of(
     return found
 
 
-def interval(values: list[float]) -> tuple[float, float, float]:
-    """Median and its 95 % interval by order statistics (which covers more from 9 values on)."""
-    values = sorted(values)
-    n = len(values)
-    below = max(0, int(n / 2 - 0.98 * n**0.5))
-    return statistics.median(values), values[below], values[n - 1 - below]
+async def run_round(plain: Server, spec: Server, jobs: list[Job]) -> tuple[Round, int]:
+    """And how many of its texts were equal."""
+    found = Round(Tally(), Tally(), Tally())
+    ids = await plain.run(jobs, found.before)
+    same = await spec.run(jobs, found.drafts)
+    await plain.run(jobs, found.after)
+    return found, sum(a == b for a, b in zip(ids, same, strict=True))
 
 
 async def cell(
@@ -137,36 +142,38 @@ async def cell(
     spec: Server,
     kind: str,
     batches: list[list[Job]],
-    pairs: int,
+    args: argparse.Namespace,
     exact: bool,
 ) -> None:
     """exact: the engine gives equal bits at any width, so both must say the same."""
-    found: list[tuple[Tally, Tally]] = []
-    texts = equal = 0
-    warm_up = WARM_UP * len(batches)
-    for pair in range(warm_up + pairs):
-        turn, number = divmod(pair, len(batches))
-        jobs, one, other = batches[number], Tally(), Tally()
-        if (turn + number) % 2:
-            ids = await plain.run(jobs, one)
-            same = await spec.run(jobs, other)
-        else:
-            same = await spec.run(jobs, other)
-            ids = await plain.run(jobs, one)
-        assert not exact or ids == same, "speculation changed the output"
-        texts += len(ids)
-        equal += sum(a == b for a, b in zip(ids, same, strict=True))
-        if pair >= warm_up:
-            found.append((one, other))
-    median, low, high = interval([b.rate / a.rate for a, b in found])
-    drafted = sum(b.drafted for _, b in found)
+    streams, equal = len(batches[0]), 0
+
+    async def run(begin: int, end: int) -> list[Round]:
+        nonlocal equal
+        found = []
+        for number in range(begin, end):
+            result, same = await run_round(plain, spec, batches[number % len(batches)])
+            assert not exact or same == streams, "speculation changed the output"
+            equal += same
+            found.append(result)
+        return found
+
+    warm_up = max(WARM_UP * len(batches), WARM_UP_LEAST)
+    nulls = [one.null for one in await run(0, warm_up)]
+    count = rounds_for(nulls, args.rounds, args.most)
+    found = await run(warm_up, warm_up + count)
+    median, low, high = interval([one.gain for one in found])
+    _, null_low, null_high = interval([one.null for one in found])
+    drafts = [one.drafts for one in found]
+    drafted = sum(tally.drafted for tally in drafts)
     report.add(
-        kind, streams=len(batches[0]), gain=median, low=low, high=high,
-        plain_tok_s=statistics.median(a.rate for a, _ in found),
-        spec_tok_s=statistics.median(b.rate for _, b in found),
-        tokens_per_wave=sum(b.sampled for _, b in found) / sum(b.waves for _, b in found),
-        drafted=drafted, accepted=sum(b.accepted for _, b in found) / max(drafted, 1),
-        **({} if exact else {"equal_texts": equal / texts}),
+        kind, streams=streams, gain=median, low=low, high=high,
+        null_low=null_low, null_high=null_high, rounds=count,
+        plain_tok_s=statistics.median(one.before.rate for one in found),
+        spec_tok_s=statistics.median(tally.rate for tally in drafts),
+        tokens_per_wave=sum(t.sampled for t in drafts) / sum(t.waves for t in drafts),
+        drafted=drafted, accepted=sum(t.accepted for t in drafts) / max(drafted, 1),
+        **({} if exact else {"equal_texts": equal / (streams * (warm_up + count))}),
     )  # fmt: skip
 
 
@@ -201,7 +208,7 @@ async def matrix(args: argparse.Namespace, report: Report) -> None:
         for n in streams:
             count = max(2, args.batches // n)  # so that warming up takes little longer
             batches = batches_of(kind, n, args.tokens, count, tokenizer)
-            await cell(report, *pair, kind, batches, args.pairs, exact)
+            await cell(report, *pair, kind, batches, args, exact)
     for turn in turns:
         turn.engine.close()
 
@@ -227,7 +234,8 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--kinds", default="code,chat,random,head")
     parser.add_argument("--streams", default="1,2,4,8")
-    parser.add_argument("--pairs", type=int, default=81)
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--most", type=int, default=81)
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--batches", type=int, default=8)
     parser.add_argument("--speculation", choices=POLICIES, default="auto")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bench.churn import host_mib, trend
 from bench.device import prove
+from bench.pace import Round, Tally, interval, rounds_for
 from bench.report import Report
 from bench.speculation import model_of
 
@@ -100,3 +102,24 @@ def test_a_bench_of_drafts_has_the_model_that_it_is_about() -> None:
         model_of("ksl-nano", device=True)
     with pytest.raises(SystemExit, match="with --device only"):
         model_of("synth:27b", device=False)
+
+
+def test_what_drafts_gain_is_measured_between_plain_runs() -> None:
+    # A machine that becomes slower, evenly, and drafts that gain nothing.
+    found = Round(Tally(100, 1.0), Tally(100, 1.1), Tally(100, 1.2))
+    assert found.gain == pytest.approx(1.0)
+    assert found.null == pytest.approx(1.2)
+
+
+def test_rounds_follow_from_how_plain_runs_scatter() -> None:
+    def factors(deviation: float) -> list[float]:
+        rng = np.random.default_rng(3)
+        return list(np.exp(rng.normal(0.0, deviation, 4000)))
+
+    assert rounds_for(factors(0.001), 9, 200) == 9
+    assert rounds_for(factors(0.5), 9, 200) == 200
+    count = rounds_for(factors(0.06), 9, 200)
+    assert 60 < count < 85
+    gains = np.exp(np.random.default_rng(4).normal(0.0, 0.06 * 0.75**0.5, (500, count)))
+    widths = [(high - low) / 2 for _, low, high in map(interval, gains.tolist())]
+    assert np.mean(widths) == pytest.approx(0.015, rel=0.15)
