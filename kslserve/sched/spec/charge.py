@@ -13,16 +13,22 @@ from kslserve.sched.spec.drafter import Drafter
 from kslserve.sched.spec.patience import ROUND
 
 Round = Items[tuple[Drafter, int, int, RowDone]]
+BEHIND = 2  # waves without MTP drafts that leave next to no keys and values to be made
 
 
 def drafts_took(costs: WaveCosts, done: Done, round: Round) -> None:
-    """Time the MTP drafts that were made beside a wave."""
+    """Time the MTP drafts that were made beside a wave. Where one of the sequences made none for
+    long, or only begins, most of that is the time of keys and values that were left until then, of
+    which those behind it have none: it says nothing of what drafts cost."""
     drafting = steps = 0
-    for _, _, propose, result in round:
+    behind = False
+    for drafter, _, propose, result in round:
         if propose:
             drafting += 1
             steps = max(steps, min(propose, len(result.drafts) + 1))
-    if steps:
+            behind = behind or done.wave - drafter.proposed > BEHIND
+            drafter.proposed = done.wave
+    if steps and not behind:
         costs.drafted(drafting, steps, done.drafts_ns / 1e6)
 
 

@@ -39,14 +39,14 @@ class Drafter:
     """index: None until it is looked at first, or without n-gram drafts. chain: averages of
     MTP drafts, None without them. held: MTP drafts for the next positions. survival: the offered
     chain; own: how many at its beginning are MTP's. lanes: those of it that the next row verifies;
-    propose: MTP drafts to make after it. stands: waves in which the same number may be verified
-    without choosing. asleep_until: the wave at which it is looked at again, since nothing was worth
-    drafting and looking costs time."""
+    propose: MTP drafts to make after it; proposed: the last wave that made some. stands: waves in
+    which the same number may be verified without choosing. asleep_until: the wave at which it is
+    looked at again, since nothing was worth drafting and looking costs time."""
 
     __slots__ = (
         "_account", "_deeper", "_made", "_most", "_offered", "_patience", "_trial", "_vain",
         "_wait_until", "asleep_until", "chain", "held", "index", "ladder", "lanes", "matches",
-        "own", "propose", "stands", "stats", "survival",
+        "own", "propose", "proposed", "stands", "stats", "survival",
     )  # fmt: skip
 
     def __init__(
@@ -62,6 +62,7 @@ class Drafter:
         self.own = 0
         self.lanes: list[int] = []
         self.propose = self.stands = 0
+        self.proposed = -CATCH_UP  # so none is near enough
         self._most = 0  # lanes that it was asked for
         self._patience = patience
         self._account = Account(patience)

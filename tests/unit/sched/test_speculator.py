@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from kslserve.engine.types import Done, EngineInfo
+from kslserve.engine.types import Done, EngineInfo, RowDone
 from kslserve.metrics import Metrics
 from kslserve.sched.plan import WaveCost
+from kslserve.sched.spec.acceptance import DEPTH_PRIOR, Averages
 from kslserve.sched.spec.allowance import FIRST, PART
-from kslserve.sched.spec.cost import CLIP, PROBE
+from kslserve.sched.spec.charge import BEHIND, drafts_took
+from kslserve.sched.spec.cost import CLIP, PROBE, WaveCosts
+from kslserve.sched.spec.drafter import Drafter
+from kslserve.sched.spec.patience import Patience
 from kslserve.sched.spec.policy import SpecPolicy
 from kslserve.sched.spec.speculator import SETTLED, Speculator
 
@@ -51,3 +55,29 @@ def test_drafts_pay_for_the_waves_behind_them(slow: float, lost: float) -> None:
     left = FIRST + PART * timed.wave - 2 * lost * drafted
     assert (timed.pause > 0) == (left < 0.0)
     assert bool(lost) == (left < 0.0)
+
+
+def test_keys_that_were_left_say_nothing_of_what_drafts_cost() -> None:
+    """The first MTP drafts after long have them made; those behind them do not."""
+    costs = WaveCosts()
+    drafters = [Drafter(None, Averages(DEPTH_PRIOR), Patience(), 15) for _ in range(2)]
+
+    def took(wave: int, ms: float, *drafting: Drafter) -> None:
+        done = Done(wave, [], 0, 0, 0, int(1e6 * ms))
+        result = RowDone(1, (7,), 0, drafts=(8, 9))
+        drafts_took(costs, done, [(drafter, 0, 2, result) for drafter in drafting])
+
+    one, other = drafters
+    took(1, 90.0, one)
+    for wave in range(2, 8):
+        took(wave, 0.6, one)
+    assert costs.draft_ms(1, 10.0) == pytest.approx(0.3)
+    took(8, 90.0, one, other)  # the second one only begins
+    took(9, 0.8, one, other)
+    assert costs.draft_ms(2, 10.0) == pytest.approx(0.4)
+    took(9 + BEHIND, 0.8, one, other)
+    for wave in range(100, 1000, BEHIND + 1):
+        took(wave, 90.0, one)
+    assert costs.draft_ms(1, 10.0) == pytest.approx(0.3)
+    took(1000, 0.6, one)
+    assert costs.draft_ms(1, 10.0) == pytest.approx(0.3)
