@@ -102,6 +102,7 @@ class Exchange:
             if self._heartbeat is not None:
                 self._heartbeat.stop()
             self._report()
+            self._generation = None  # which knows this exchange
 
     async def _generate(self, service: Service) -> Finished | Failed:
         parsed = self._dialect.parse(self._request.body, service.model)

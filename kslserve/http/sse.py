@@ -19,6 +19,9 @@ def frame(data: bytes, event: bytes | None = None) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (event, data)
 
 
+def _nothing() -> None: ...
+
+
 class Heartbeat:
     """Calls `send()` after `interval_s` seconds of silence, or up to a quarter earlier.
 
@@ -42,6 +45,7 @@ class Heartbeat:
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
+        self._send = _nothing  # whose it was may have this heartbeat
 
     def _fire(self) -> None:
         # A write may have come right after the tick before this one.

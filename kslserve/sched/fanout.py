@@ -16,6 +16,17 @@ _log = log.get("sched")
 Logprobs = list[list[tuple[int, float]]]
 
 
+class _Nobody:
+    """Hears of sequences that have ended."""
+
+    def admitted(self, cached_tokens: int) -> None: ...
+    def tokens(self, ids: Items[int], logprobs: Logprobs | None) -> None: ...
+    def ended(self, reason: FinishReason, error: KslError | None) -> None: ...
+
+
+_NOBODY = _Nobody()
+
+
 class Outbox:
     """ends: counts by reason. fail: called with a sequence whose sink raised while it still
     runs."""
@@ -63,6 +74,9 @@ class Outbox:
                 sequence.sink.ended(reason, error)
             except Exception as failure:
                 _log.error("sink failed", sequence=sequence.number, error=repr(failure))
+            # A sink knows how to cancel its sequence. Prompt and drafter, which take MiB, should
+            # not wait until cycles are collected.
+            sequence.sink = _NOBODY
 
     def _failed(self, sequence: Sequence, failure: Exception) -> None:
         """A fault of one consumer must not stop the others."""

@@ -96,9 +96,15 @@ class ChatTemplate:
     ) -> str:
         """The official rendering. Raises jinja2.TemplateError (and what Python raises for data that
         the template cannot handle, such as TypeError)."""
+        # Macros and their scopes refer to each other, and keep these until cycles are collected.
+        seen = {"messages": [*messages]}
         if tools is not None:
-            variables["tools"] = tools
-        return self._template.render(messages=messages, **variables)
+            seen["tools"] = [*tools]
+        try:
+            return self._template.render(seen, **variables)
+        finally:
+            for items in seen.values():
+                items.clear()
 
     def prompt(
         self,

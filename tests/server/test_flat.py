@@ -15,7 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kslserve.api.exchange import Exchange
 from kslserve.config import Settings
+from kslserve.sched.sequence import Sequence
+from kslserve.service.completion import Completion
+from kslserve.service.generation import Generation
 from tests.resident import resident
 from tests.server.serving import Server, serving
 
@@ -25,6 +29,8 @@ FREE = ("slots_free", "blocks_free", "running", "queued")
 # Over all rounds. Objects: a fraction of what a request is, for each. Memory: a huge page or two;
 # images, which are counted, are not in it.
 OBJECTS, RESIDENT = 600 * ROUNDS * (CONVERSATIONS * TURNS + 1), 4 << 20
+
+COMPLETION = json.dumps({"model": "m", "prompt": ["What is left", "of it"], "echo": True}).encode()
 
 
 def body_of(messages: list[dict[str, str]], **more: Any) -> bytes:
@@ -106,3 +112,32 @@ def test_nothing_is_held_and_memory_is_flat(tmp_path: Path) -> None:
     assert after["cache"]["disk_bytes"] <= 48 << 20
     assert grown < OBJECTS
     assert resident_grown < RESIDENT
+
+
+def test_what_has_ended_is_freed_at_once() -> None:
+    """Without a collector of cycles: prompts, drafters and texts of requests take MiB."""
+    kinds = (Sequence, Generation, Completion, Exchange)
+    settings = Settings(context=1024, max_seqs=2, log_level="warning")
+    with serving(settings) as server:
+        gc.collect()
+        gc.disable()
+        try:
+            messages = [{"role": "user", "content": "What is left of it? " * 20}]
+            ask(server, messages)
+            hang_up(server, messages)
+            body = body_of(messages, stream=True, tools=[], stop=["e"])
+            for path, data in (("/chat/completions", body), ("/completions", COMPLETION)):
+                headers = {"Content-Type": "application/json"}
+                request = urllib.request.Request(server.url + path, data, headers)
+                with urllib.request.urlopen(request, timeout=60) as response:
+                    response.read()
+            deadline = time.monotonic() + 10
+            while (left := living(kinds)) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert left == []
+        finally:
+            gc.enable()
+
+
+def living(kinds: tuple[type, ...]) -> list[str]:
+    return [type(item).__name__ for item in gc.get_objects() if type(item) in kinds]

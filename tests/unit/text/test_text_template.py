@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import re
+import weakref
 from typing import Any
 
 import jinja2
@@ -19,6 +21,7 @@ from tests.unit.text.text_support import DATA, nano, qwen
 CASES: dict[str, Any] = json.loads((DATA / "templates" / "cases.json").read_bytes())
 INPUTS: dict[str, Any] = CASES["_inputs"]
 GENERATIONS = {"3.5": "qwen3.5-4b", "3.6": "qwen3.6-27b", "3.8": "qwen3.8-27b"}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 TEMPLATES = {version: ChatTemplate(bundled(version)) for version in GENERATIONS}
 
 
@@ -83,3 +86,22 @@ def test_template_cannot_reach_the_interpreter() -> None:
 
 def test_control_tokens_of_the_small_vocabulary_are_covered() -> None:
     assert set(nano().control_tokens) <= set(CONTROL_TOKENS)
+
+
+@pytest.mark.parametrize("version", GENERATIONS)
+def test_rendering_keeps_no_message(version: str) -> None:
+    """Without a collector of cycles."""
+
+    class Content(dict[str, Any]):
+        pass
+
+    messages = [Content(role=role, content="What is left?") for role in ("user", "assistant")] * 3
+    tools = [Content(TOOL)]
+    kept = [weakref.ref(item) for item in (*messages, *tools)]
+    gc.disable()
+    try:
+        TEMPLATES[version].render(messages, tools, add_generation_prompt=True)
+        del messages, tools
+        assert [ref() for ref in kept if ref() is not None] == []
+    finally:
+        gc.enable()
