@@ -7,7 +7,7 @@ from kslserve.engine.budget import conv_channels, kv_layers
 from kslserve.engine.model import ModelSpec
 
 _RUNTIME_BYTES = 320 << 20  # code of kernels, and staging while weights are packed
-_GRAPHS, _KERNEL_BYTES, _LAYER_KERNELS, _OTHER_KERNELS = 96, 3 << 10, 8, 16
+_GRAPHS, _KERNEL_BYTES, _LAYER_KERNELS, _OTHER_KERNELS = 64, 3 << 10, 8, 16
 _SLICES = 8  # parts of a product that its reader adds, at most
 _SLICED_COLUMNS = 64  # columns of a wave up to which there are any
 _HEAD_BATCH = 32  # columns whose logits exist at one time

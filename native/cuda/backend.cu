@@ -393,28 +393,27 @@ bool seen_before(Backend *b, const GraphShape &shape) {
   return false;
 }
 
-// Keeps a graph in the place of the one unused longest.
-Graph *keep_graph(Backend *b, const GraphShape &shape, cudaGraphExec_t run, size_t kernels) {
+// Where a new graph is kept: in the place of the one unused longest.
+Graph *graph_place(Backend *b) {
+  if (b->n_graphs < kGraphs) return &b->graphs[b->n_graphs++];
   Graph *place = &b->graphs[0];
-  if (b->n_graphs < kGraphs) {
-    place = &b->graphs[b->n_graphs++];
-  } else {
-    for (int i = 1; i < b->n_graphs; i++)
-      if (b->graphs[i].used < place->used) place = &b->graphs[i];
-    cudaGraphExecDestroy(place->run);
-    if (b->graphs_made == kGraphs)
-      fprintf(stderr,
-              "kslserve: waves have more shapes than the %d CUDA graphs that are kept; some "
-              "take longer to launch\n",
-              kGraphs);
-  }
-  *place = {shape, run, kernels, 0};
-  b->graphs_made++;
+  for (int i = 1; i < b->n_graphs; i++)
+    if (b->graphs[i].used < place->used) place = &b->graphs[i];
+  cudaGraphExecDestroy(place->run);
+  if (!b->graphs_full)
+    fprintf(stderr,
+            "kslserve: waves have more shapes than the %d CUDA graphs that are kept; some take "
+            "longer to launch\n",
+            kGraphs);
+  b->graphs_full = true;
   return place;
 }
 
-// A graph is a cache: without one (null), the same is launched kernel by kernel.
-Graph *capture(Backend *b, const GraphShape &shape, void (*work)(Backend *)) {
+// What `work` launches, for `chunks` of keys. A graph of that shape that is kept (null: none) gets
+// its launches, which takes a fraction of the time that a new one does and no memory. A graph is a
+// cache: without one (null), the same is launched kernel by kernel.
+Graph *capture(Backend *b, Graph *kept, const GraphShape &shape, int chunks,
+               void (*work)(Backend *)) {
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t run = nullptr;
   size_t kernels = 0;
@@ -425,14 +424,32 @@ Graph *capture(Backend *b, const GraphShape &shape, void (*work)(Backend *)) {
   }
   if (code == cudaSuccess && alloc_refused(b->alloc)) code = cudaErrorMemoryAllocation;
   if (code == cudaSuccess) code = cudaGraphGetNodes(graph, nullptr, &kernels);
-  if (code == cudaSuccess) code = cudaGraphInstantiate(&run, graph, 0);
+  bool updated = false;
+  if (code == cudaSuccess && kept) {
+    cudaGraphExecUpdateResultInfo said = {};
+    updated = cudaGraphExecUpdate(kept->run, graph, &said) == cudaSuccess;
+    if (!updated) cudaGetLastError();  // other kernels, or more of them
+  }
+  if (code == cudaSuccess && !updated) code = cudaGraphInstantiate(&run, graph, 0);
   if (graph) cudaGraphDestroy(graph);
-  if (code == cudaSuccess) return keep_graph(b, shape, run, kernels);
-  cudaGetLastError();
-  b->no_graphs = true;
-  fprintf(stderr, "kslserve: no CUDA graph could be made (%s); waves take longer to launch\n",
-          cudaGetErrorString(code));
-  return nullptr;
+  if (code != cudaSuccess) {
+    cudaGetLastError();
+    b->no_graphs = true;
+    fprintf(stderr, "kslserve: no CUDA graph could be made (%s); waves take longer to launch\n",
+            cudaGetErrorString(code));
+    return nullptr;
+  }
+  if (updated) {
+    run = kept->run;
+  } else {
+    if (kept)
+      cudaGraphExecDestroy(kept->run);
+    else
+      kept = graph_place(b);
+    b->graphs_made++;
+  }
+  *kept = {shape, run, kernels, 0, chunks, 0};
+  return kept;
 }
 
 // Fills the wave up to a shape: waves of drafts have any number of columns.
@@ -459,7 +476,7 @@ void fill_shape(Backend *b) {
 
 int launch(Backend *b) {
   if (!b->shaped) return forward(b, true);
-  const GraphShape shape = {kWavePart, b->batch.n, b->shape_rows, b->head_jobs, 0, b->multi};
+  const GraphShape shape = {kWavePart, b->batch.n, b->shape_rows, b->head_jobs, b->multi};
   run_shaped(b, shape, [](Backend *of) { forward(of, false); });
   return KSL_OK;
 }
@@ -535,15 +552,18 @@ const BackendOps kCudaOps = {"cuda",  cuda_open,   cuda_info, cuda_run,
 
 }  // namespace
 
-void run_shaped(Backend *b, GraphShape shape, void (*work)(Backend *)) {
-  shape.chunks = shape_chunks(b->most_position / kChunkKeys + 1);
+void run_shaped(Backend *b, const GraphShape &shape, void (*work)(Backend *)) {
+  const int needed = shape_chunks(b->most_position / kChunkKeys + 1);
   // No further than a table reaches, which is what scratch is made for.
-  const int64_t most = static_cast<int64_t>(shape.chunks) * kChunkKeys,
+  const int64_t most = static_cast<int64_t>(needed) * kChunkKeys,
                 table =
                     static_cast<int64_t>(b->config->max_blocks_per_slot) * b->config->block_tokens;
   b->most_position = static_cast<int>(most < table ? most : table) - 1;
   Graph *g = b->no_graphs ? nullptr : find_graph(b, shape);
-  if (!g && !b->no_graphs && seen_before(b, shape)) g = capture(b, shape, work);
+  if (g) g->fewer = needed < g->chunks ? g->fewer + 1 : 0;
+  const bool wanted =
+      g ? needed > g->chunks || g->fewer >= kSpareLaunches : !b->no_graphs && seen_before(b, shape);
+  if (wanted) g = capture(b, g, shape, needed, work);
   if (g) {
     g->used = ++b->graph_clock;
     keep_error(&b->device, cudaGraphLaunch(g->run, b->device.stream), "launching a wave");

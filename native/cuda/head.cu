@@ -274,7 +274,7 @@ void mtp_propose(Backend *b) {
     upload(b, b->d_sample_jobs, b->sample_jobs, columns * sizeof(SampleJob));
     b->later_draft = step > 0;
     if (shaped)
-      run_shaped(b, {kDraftPart, columns, 0, 0, 0, b->later_draft}, draft_columns);
+      run_shaped(b, {kDraftPart, columns, 0, 0, b->later_draft}, draft_columns);
     else
       draft_columns(b);
     keep_error(&b->device,

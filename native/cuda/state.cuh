@@ -66,10 +66,11 @@ struct HeadJob {
   int row, offset;
 };
 
-// Launches as one. Those of equal shape are equal: everything else that they read is in device
-// memory.
+// Launches as one. Those of equal shape are the same kernels, which read everything else from
+// device memory, but for the chunks of keys that attention is launched for: a graph has enough of
+// them, and others when it is updated.
 struct GraphShape {
-  int part, columns, rows, jobs, chunks, multi;
+  int part, columns, rows, jobs, multi;
 };
 enum { kWavePart, kDraftPart };
 struct Graph {
@@ -77,9 +78,13 @@ struct Graph {
   cudaGraphExec_t run;
   size_t kernels;
   uint64_t used;
+  int chunks;
+  int fewer;  // launches in a row that needed fewer chunks
 };
 // Shapes that came once are remembered apart: they do not take the places of graphs.
-enum { kGraphs = 96, kShapesSeen = 256 };
+enum { kGraphs = 64, kShapesSeen = 256 };
+// So many launches with chunks to spare are worth an update.
+enum { kSpareLaunches = 32 };
 
 struct Backend {
   const ModelSpec *spec;
@@ -160,13 +165,14 @@ struct Backend {
   GraphShape seen[kShapesSeen];  // a ring
   int n_seen, next_seen;
   uint64_t graph_clock, graphs_made;
-  bool scaled;      // packed products of many tokens are block-scaled
-  bool wide;        // they have kernels of their own, which leave whole products
-  bool attn_tiles;  // attention of short rows runs on tensor cores
-  bool gdn_fused;   // a linear layer of short rows is one kernel between its projections
-  bool flash;       // attention of prompt rows has warpgroup products
-  bool long_rows;   // prompt rows of kLongRow columns and more have kernels of their own
-  bool no_graphs;   // capturing failed: waves are launched kernel by kernel
+  bool scaled;       // packed products of many tokens are block-scaled
+  bool wide;         // they have kernels of their own, which leave whole products
+  bool attn_tiles;   // attention of short rows runs on tensor cores
+  bool gdn_fused;    // a linear layer of short rows is one kernel between its projections
+  bool flash;        // attention of prompt rows has warpgroup products
+  bool long_rows;    // prompt rows of kLongRow columns and more have kernels of their own
+  bool graphs_full;  // one has lost its place
+  bool no_graphs;    // capturing failed: waves are launched kernel by kernel
 
   Columns batch;
   bool trunk;  // the batch is the wave's columns, not drafts
@@ -251,7 +257,7 @@ int shape_columns(int n);
 void blank_column(Backend *b, int column);
 // Runs `work`, which launches and does nothing else, as one launch where this shape was seen
 // before. Rounds most_position up.
-void run_shaped(Backend *b, GraphShape shape, void (*work)(Backend *));
+void run_shaped(Backend *b, const GraphShape &shape, void (*work)(Backend *));
 
 // ---- head.cu
 // Lists the columns of the head; uploads what it needs; run_head only launches.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from kslserve.engine.cuda import CudaLibrary
 from kslserve.engine.device_budget import device_workspace_bytes, driver_bytes
 from kslserve.engine.model import FILL_CONSTANT, Fill, PoolSizes, TensorArg
 from kslserve.engine.native import NativeEngine
-from kslserve.engine.types import OpKind, Row, RowKind, StateOp
+from kslserve.engine.types import Draft, OpKind, Row, RowKind, StateOp
 from kslserve.errors import EngineError, ModelFileError
 from kslserve.ksl import layout
 from kslserve.ksl.open import open_model
@@ -60,28 +61,68 @@ async def test_what_is_taken_was_planned(cuda: CudaLibrary, weights: str) -> Non
     assert free - cuda.free_bytes() < driver_bytes(spec), "all of it is given back"
 
 
+def graph_sizes() -> PoolSizes:
+    return dataclasses.replace(SIZES, slots=12, slabs=12, blocks=12 * 40, blocks_per_slot=40)
+
+
 async def test_graphs_are_bounded(cuda: CudaLibrary) -> None:
     """Waves of ever new shapes: after as many graphs as are kept, neither memory grows."""
-    sizes = dataclasses.replace(SIZES, slots=12, slabs=12, blocks=12 * 40, blocks_per_slot=40)
     with open_model("synth:0.8b", weights="nvfp4") as model:
-        engine = NativeEngine.open(model.spec, model.tensors, sizes, kv_format="q4", library=cuda)
+        engine = NativeEngine.open(
+            model.spec, model.tensors, graph_sizes(), kv_format="q4", library=cuda
+        )
 
     async def every_shape(waves: Waves) -> None:
-        for slots in range(1, 13):
-            for position in range(100, 5000, 512):
-                rows = [Row(RowKind.LAST, s, s, position, 1, [7]) for s in range(slots)]
+        """Rows of drafts beside rows of one token without a sample."""
+        for slots, columns in itertools.product((1, 2, 4, 8, 12), range(1, 9)):
+            for silent in range(slots):
+                if (slots - silent) * columns + silent > 64:
+                    continue
+                ids = np.full(columns, 7, np.int32)
+                rows = [Row(RowKind.PREFILL, s, s, 500, 1, ids[:1]) for s in range(silent)]
+                rows += [
+                    Row(RowKind.VERIFY, s, s, 500, columns, ids, draft=Draft.GIVEN)
+                    for s in range(silent, slots)
+                ]
                 for _ in range(3):  # seen, captured, launched
                     await waves.run(rows=rows)
 
     with Waves(engine) as waves:
         await waves.begin(range(12))
         taken = []
-        for _ in range(4):
+        for _ in range(3):
             await every_shape(waves)
             taken.append((resident(), -cuda.free_bytes()))
+        progress = engine.progress()
+        assert progress.graphs < progress.graphs_made, "they do not fit"
         host, device = zip(*taken, strict=True)
         assert host[-1] - host[1] < 16 << 20
         assert device[-1] - device[1] < 16 << 20
+
+
+async def test_graphs_are_updated(cuda: CudaLibrary) -> None:
+    """Waves behind ever other numbers of keys take the graphs that there are, and no memory."""
+    with open_model("synth:0.8b", weights="nvfp4") as model:
+        engine = NativeEngine.open(
+            model.spec, model.tensors, graph_sizes(), kv_format="q4", library=cuda
+        )
+
+    async def every_length(waves: Waves) -> None:
+        for slots in (1, 2, 3, 5, 12):
+            for position in (100, 600, 2000, 5000, 900, 300):
+                rows = [Row(RowKind.LAST, s, s, position, 1, [7]) for s in range(slots)]
+                for _ in range(40):
+                    await waves.run(rows=rows)
+
+    with Waves(engine) as waves:
+        await waves.begin(range(12))
+        await every_length(waves)
+        host, device = resident(), cuda.free_bytes()
+        for _ in range(3):
+            await every_length(waves)
+        assert engine.progress().graphs_made == 5
+        assert resident() - host < 4 << 20
+        assert device - cuda.free_bytes() < 4 << 20
 
 
 def test_what_does_not_fit_is_refused_before_it_is_taken(cuda: CudaLibrary) -> None:

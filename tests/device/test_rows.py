@@ -174,6 +174,29 @@ def test_waves_of_one_shape_again(opened: Opener, shape: str, kv: str) -> None:
         assert images(stream) == images(again)
 
 
+@pytest.mark.parametrize("kv", ["q4", "f32"])
+def test_waves_of_one_shape_behind_other_keys(opened: Opener, kv: str) -> None:
+    """Graphs are launched with enough chunks of keys, updated for more of them and for fewer: the
+    bits of waves that are launched kernel by kernel."""
+    spec = spec_named("27b-heads")
+    tensors = tiny_tensors(spec, tiny_arrays(spec), "nvfp4")
+    driver = opened(spec, tensors, kv=kv, blocks=6 * 132, blocks_per_slot=132)
+    lengths = (20, 2000, 700)
+    streams = []
+    for watched in (0, 3):
+        for index, length in enumerate(lengths):
+            streams.append(driver.begin(watched + index, sampling=HOT))
+            streams[-1].prefill(np.resize(IDS, length), [63] * (length // 63))
+    for number in (0, 1, 2, 0, 1):
+        free, watched = streams[number], streams[3 + number]
+        for turn in range(40):
+            token = [-1] if turn else IDS[number : number + 1]
+            found = free.run(free.row(RowKind.LAST, token))
+            right = watched.run(watched.row(RowKind.LAST, token), taps=["logits"])
+            assert found.rows[0].tokens == right.rows[0].tokens, (number, turn)
+        assert free.images() == watched.images()
+
+
 def test_batch_is_singles(driver: Driver) -> None:
     lengths = (1, 7, 33, 23)
     alone = []
