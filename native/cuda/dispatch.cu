@@ -348,8 +348,14 @@ KvLayer kv_layer(Backend *b, int layer) {
   return kv;
 }
 
-void stage_attn_heads(void *context, int layer) {
-  Backend *b = static_cast<Backend *>(context);
+// Whether attention makes the heads that it reads: of columns that are rows of their own.
+bool makes_heads(const Backend *b) {
+  return b->attn_tiles && !b->taps && !b->kv_only && !(b->trunk && b->multi) &&
+         attn_tile_makes_heads(&b->device, b->kv, b->spec->rotary_dims / 2, b->batch.n,
+                               b->most_position);
+}
+
+HeadsArgs heads_args(Backend *b, int layer) {
   const ModelSpec *s = b->spec;
   const FullWeights &w = b->layers[layer].full;
   HeadsArgs a = {};
@@ -373,7 +379,12 @@ void stage_attn_heads(void *context, int layer) {
   a.eps = s->norm_eps;
   a.kv_only = b->kv_only;
   a.keep_k = b->taps;
-  attn_heads(&b->device, a);
+  return a;
+}
+
+void stage_attn_heads(void *context, int layer) {
+  Backend *b = static_cast<Backend *>(context);
+  if (!makes_heads(b)) attn_heads(&b->device, heads_args(b, layer));
 }
 
 void stage_attn_core(void *context, int layer) {
@@ -398,8 +409,10 @@ void stage_attn_core(void *context, int layer) {
     a.rows = b->trunk && b->multi ? b->d_rows : nullptr;
     a.list = short_columns(b, &a.n);
     a.partial = b->attn_partial;
+    const HeadsArgs heads = heads_args(b, layer);
     if (a.n > 0)
-      attn_tile(&b->device, a, gate, b->most_position, b->attn_partial_floats / (s->head_dim + 2));
+      attn_tile(&b->device, a, makes_heads(b) ? &heads : nullptr, gate, b->most_position,
+                b->attn_partial_floats / (s->head_dim + 2));
     if (b->trunk && b->n_tiles > 0) {
       FlashArgs f = {kv,         a.format,   a.q,  a.q_stride, s->heads,
                      b->d_tiles, b->n_tiles, gate, nullptr,    nullptr};

@@ -90,8 +90,14 @@ struct TileArgs {
 };
 // Whether it is there for such heads on this device.
 bool attn_tile_runs(Device *device, int format, int head_dim);
-// room: results of a unit and head that `partial` holds, d + 2 floats each.
-void attn_tile(Device *device, TileArgs a, const GateArgs &o, int most_position, int64_t room);
+// Whether it does what attn_heads does of columns that are rows of their own: for heads of whole
+// warps, and where blocks have so few keys that this is not small beside them.
+bool attn_tile_makes_heads(const Device *device, const KvLayer &kv, int half, int columns,
+                           int most_position);
+// heads: null, or what is to be made of q, which nobody has then. room: results of a unit and head
+// that `partial` holds, d + 2 floats each.
+void attn_tile(Device *device, TileArgs a, const HeadsArgs *heads, const GateArgs &o,
+               int most_position, int64_t room);
 // Joins the units of n columns from a.first on.
 void attn_tile_join(Device *device, const TileArgs &a, const GateArgs &o, int n);
 

@@ -1,5 +1,5 @@
 // Norm and rotary of query and key heads; stores keys and values.
-#include "attn.cuh"
+#include "head_rows.cuh"
 
 namespace ksl {
 
@@ -8,105 +8,6 @@ namespace {
 // Heads of whole warps: a warp is one column and one query head, or one KV head behind the query
 // heads, a lane kPer dims one behind the other.
 constexpr int kWarps = 4;
-
-template <int kPer>
-__device__ inline void load(const float *from, float (&x)[kPer]) {
-  if constexpr (kPer % 4 == 0) {
-#pragma unroll
-    for (int i = 0; i < kPer; i += 4)
-      *reinterpret_cast<float4 *>(x + i) = *reinterpret_cast<const float4 *>(from + i);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kPer; i++) x[i] = from[i];
-  }
-}
-template <int kPer>
-__device__ inline void save(float *to, const float (&x)[kPer]) {
-  if constexpr (kPer % 4 == 0) {
-#pragma unroll
-    for (int i = 0; i < kPer; i += 4)
-      *reinterpret_cast<float4 *>(to + i) = *reinterpret_cast<const float4 *>(x + i);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kPer; i++) to[i] = x[i];
-  }
-}
-
-// The rotation of kv.cuh.
-template <int kPer>
-__device__ inline void rotate_lanes(float (&x)[kPer], int lane) {
-#pragma unroll
-  for (int stride = 1; stride < kPer; stride *= 2) {
-#pragma unroll
-    for (int i = 0; i < kPer; i++) {
-      if (i & stride) continue;
-      const float low = x[i], high = x[i + stride];
-      x[i] = low + high;
-      x[i + stride] = low - high;
-    }
-  }
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-#pragma unroll
-    for (int i = 0; i < kPer; i++) {
-      const float other = __shfl_xor_sync(kAll, x[i], step);
-      x[i] = lane & step ? other - x[i] : x[i] + other;
-    }
-  }
-  const float scale = static_cast<float>(1.0 / sqrt(32.0 * kPer));
-#pragma unroll
-  for (int i = 0; i < kPer; i++) x[i] *= scale;
-}
-
-template <int kPer>
-__device__ inline void save_e4m3(const float (&x)[kPer], uint8_t *row, float *scale, int lane) {
-  float most = 0;
-#pragma unroll
-  for (int i = 0; i < kPer; i++) most = fmaxf(most, fabsf(x[i]));
-  const int e = fp8_exponent(warp_max(most));
-  const float up = exp2i(-e);
-  if (lane == 0) *scale = exp2i(e);
-  if constexpr (kPer == 1) {
-    row[lane] = static_cast<uint8_t>(e4m3_pair(x[0] * up, 0.0f));
-  } else {
-#pragma unroll
-    for (int i = 0; i < kPer; i += 2)
-      reinterpret_cast<uint16_t *>(row)[(lane * kPer + i) / 2] =
-          e4m3_pair(x[i] * up, x[i + 1] * up);
-  }
-}
-
-// store_q4 of kv.cuh.
-template <int kPer>
-__device__ inline void save_q4(const float (&x)[kPer], uint8_t *codes, __half2 *scales, int lane) {
-  float low = x[0], high = x[0];
-#pragma unroll
-  for (int i = 1; i < kPer; i++) {
-    low = fminf(low, x[i]);
-    high = fmaxf(high, x[i]);
-  }
-#pragma unroll
-  for (int step = 1; step < 32 / kPer; step *= 2) {
-    low = fminf(low, __shfl_xor_sync(kAll, low, step));
-    high = fmaxf(high, __shfl_xor_sync(kAll, high, step));
-  }
-  const Q4Group group = q4_group(low, high);
-  unsigned packed = 0;
-#pragma unroll
-  for (int i = 0; i < kPer; i++) packed |= q4_code(group, x[i]) << (4 * i);
-  if constexpr (kPer == 1) {
-    packed |= __shfl_down_sync(kAll, packed, 1) << 4;
-    if ((lane & 1) == 0) codes[lane >> 1] = static_cast<uint8_t>(packed);
-  } else if constexpr (kPer == 2) {
-    codes[lane] = static_cast<uint8_t>(packed);
-  } else if constexpr (kPer == 4) {
-    reinterpret_cast<uint16_t *>(codes)[lane] = static_cast<uint16_t>(packed);
-  } else {
-    reinterpret_cast<uint32_t *>(codes)[lane] = packed;
-  }
-  if (lane % (32 / kPer) == 0)
-    scales[lane / (32 / kPer)] = __halves2half2(group.scale, __float2half_rn(group.zero));
-}
 
 template <int kPer>
 __global__ void __launch_bounds__(kWarps * 32)
@@ -120,33 +21,18 @@ __global__ void __launch_bounds__(kWarps * 32)
   if (head >= a.kv.kv_heads) return;
   const int at = lane * kPer;
   float *k = a.k + static_cast<int64_t>(column) * a.kv_stride + head * d + at;
-  float x[kPer], gain[kPer];
+  float heads[1][kPer], gains[1][kPer];
+  float (&x)[kPer] = heads[0];
   load(key ? k
            : a.query_gate + static_cast<int64_t>(column) * a.query_gate_stride + 2 * query * d + at,
        x);
-  load((key ? a.k_norm : a.q_norm) + at, gain);
-  float square = 0;
-#pragma unroll
-  for (int i = 0; i < kPer; i++) square = fmaf(x[i], x[i], square);
-  const float r = 1.0f / sqrtf(warp_sum(square) / static_cast<float>(d) + a.eps);
-#pragma unroll
-  for (int i = 0; i < kPer; i++) x[i] = x[i] * r * gain[i];
-  // Dim j of the first half turns with dim j + half, in a lane half / kPer further.
-  const bool first = at < a.half, turns = at < 2 * a.half;
-  const int step = a.half / kPer, other = first ? lane + step : lane - step;
-#pragma unroll
-  for (int i = 0; i < kPer; i++) {
-    const float y = __shfl_sync(kAll, x[i], other & 31);
-    if (!turns) continue;
-    const int j = column * a.half + at + i - (first ? 0 : a.half);
-    const float c = a.cos[j], s = a.sin[j];
-    x[i] = first ? fmaf(-y, s, x[i] * c) : fmaf(y, s, x[i] * c);
-  }
+  load((key ? a.k_norm : a.q_norm) + at, gains[0]);
+  norm_and_turn(heads, gains, Turn<kPer>(a, column, lane), a.eps);
   if (!key) {
     const int64_t to = static_cast<int64_t>(column) * a.q_stride + query * d + at;
     if (a.q != nullptr) save(a.q + to, x);
     if (a.format == KSL_KV_Q4) {
-      rotate_lanes(x, lane);
+      rotate_lanes(heads, lane);
       save(a.stored_q + to, x);
     }
     return;
@@ -186,7 +72,7 @@ __global__ void __launch_bounds__(kWarps * 32)
       save_e4m3(x, k_row, reinterpret_cast<float *>(k_scale), lane);
       break;
     default:
-      rotate_lanes(x, lane);
+      rotate_lanes(heads, lane);
       save_q4(x, k_row, reinterpret_cast<__half2 *>(k_scale), lane);
   }
   save_e4m3(v, v_row, reinterpret_cast<float *>(v_scale), lane);

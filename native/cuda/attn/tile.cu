@@ -4,6 +4,7 @@
 // The 16 rows of a product are eight queries, as the high halves of their values and as what those
 // leave over; the two results are added. Stored codes are exact in a half. So scores and weighted
 // values have the accuracy of float32, and those of a query depend on nothing beside it.
+#include "head_rows.cuh"
 #include "tile_products.cuh"
 
 namespace ksl {
@@ -45,10 +46,120 @@ __device__ inline bool find_work(const TileArgs &a, int group, Work *w) {
   return true;
 }
 
-// kUsed: groups of eight queries that the block has.
+// Where the key and value of a column that is a row of its own go.
+struct Own {
+  int chunk;  // -1: not of this block
+  int key;    // in the chunk
+  KvPlace place;
+  bool stored;  // by this block
+};
+
+// Words [0, kBytes / 4) of threads from `begin` on: of the stage, and of the pool.
+template <int kBytes>
+__device__ inline void place_words(const uint8_t *from, uint8_t *stage, uint8_t *pool,
+                                   bool stored) {
+  for (int i = threadIdx.x * 4; i < kBytes; i += kThreads * 4) {
+    const uint32_t word = *reinterpret_cast<const uint32_t *>(from + i);
+    *reinterpret_cast<uint32_t *>(stage + i) = word;
+    if (stored) *reinterpret_cast<uint32_t *>(pool + i) = word;
+  }
+}
+template <class L>
+__device__ inline void place_own(const KvLayer &kv, const Own &own, const uint8_t *from,
+                                 uint8_t *stage) {
+  uint8_t *const pool = own.place.base;
+  const int64_t row = own.place.row;
+  place_words<L::kKBytes>(from, stage + own.key * L::kKPitch, pool + kv.k_offset + row * L::kKBytes,
+                          own.stored);
+  place_words<L::kVBytes>(from + L::kNewV, stage + L::kV + own.key * L::kVPitch,
+                          pool + kv.v_offset + row * L::kVBytes, own.stored);
+  if (L::kBf16) return;
+  place_words<L::kKScale>(from + L::kKBytes, stage + L::kScales + own.key * L::kKScale,
+                          pool + kv.k_scale_offset + row * L::kKScale, own.stored);
+  place_words<4>(from + L::kNewV + L::kVBytes, stage + L::kVScales + own.key * 4,
+                 pool + kv.v_scale_offset + row * 4, own.stored);
+}
+
+// What heads.cu makes, of the queries of a block and of its own key and value: queries in float32,
+// keys and values as they are stored.
+template <int kFormat, int kDim>
+__device__ __forceinline__ void make_heads(const HeadsArgs &h, const Work &w, int group,
+                                           const Own &own, uint8_t *memory) {
+  typedef Layout<kFormat, kDim, 1> L;
+  constexpr int kPer = kDim / 32;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, at = lane * kPer;
+  const int head = blockIdx.y, jobs = w.pairs + (own.chunk >= 0 ? 2 : 0);
+  float q_gain[kPer], k_gain[kPer];
+  load(h.q_norm + at, q_gain);
+  load(h.k_norm + at, k_gain);
+  const int64_t kv_at = static_cast<int64_t>(w.column) * h.kv_stride + head * kDim + at;
+  const float *const queries = h.query_gate + static_cast<int64_t>(w.column) * h.query_gate_stride +
+                               2 * (head * group + w.pair) * kDim + at;
+  const auto source = [&](int job) {
+    if (job < w.pairs) return queries + 2 * job * kDim;
+    return (job == w.pairs ? h.k : h.v) + kv_at;
+  };
+  wait_before();
+  const Turn<kPer> turn(h, w.column, lane);
+  uint8_t *const made = memory + L::kNew;
+  const auto put = [&](int job, const float (&x)[kPer]) {
+    const bool query = job < w.pairs, key = job == w.pairs;
+    if (query) {
+      save(reinterpret_cast<float *>(memory + L::kQuery) + job * L::kPitch + at, x);
+    } else if (L::kBf16) {
+      uint16_t *const to = reinterpret_cast<uint16_t *>(key ? made : made + L::kNewV) + at;
+#pragma unroll
+      for (int i = 0; i < kPer; i++) to[i] = f32_to_bf16(x[i]);
+    } else if (L::kQ4 && key) {
+      save_q4(x, made, reinterpret_cast<__half2 *>(made + L::kKBytes), lane);
+    } else {
+      uint8_t *const to = key ? made : made + L::kNewV;
+      save_e4m3(x, to, reinterpret_cast<float *>(to + kDim), lane);
+    }
+  };
+#pragma unroll 1
+  for (int job = warp; job < jobs; job += 2 * kWarps) {
+    const int mine[2] = {job, job + kWarps};
+    float x[2][kPer] = {}, raw[kPer], gain[2][kPer];
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+      if (mine[j] < jobs) load(source(mine[j]), x[j]);
+#pragma unroll
+    for (int i = 0; i < kPer; i++) {
+      raw[i] = mine[0] > w.pairs ? x[0][i] : x[1][i];  // a value
+#pragma unroll
+      for (int j = 0; j < 2; j++) gain[j][i] = mine[j] == w.pairs ? k_gain[i] : q_gain[i];
+    }
+    norm_and_turn(x, gain, turn, h.eps);
+    if (L::kQ4) rotate_lanes(x, lane);
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      if (mine[j] >= jobs) break;
+      if (mine[j] > w.pairs)
+        put(mine[j], raw);
+      else
+        put(mine[j], x[j]);
+    }
+  }
+}
+
+// The row of a position that is no key.
+__device__ inline void clear_own(const KvLayer &kv, const KvPlace &place) {
+  const int64_t row = place.row;
+  for (int i = threadIdx.x; i < kv.k_bytes; i += kThreads)
+    place.base[kv.k_offset + row * kv.k_bytes + i] = 0;
+  for (int i = threadIdx.x; i < kv.k_scale_bytes; i += kThreads)
+    place.base[kv.k_scale_offset + row * kv.k_scale_bytes + i] = 0;
+  for (int i = threadIdx.x; i < kv.v_bytes; i += kThreads)
+    place.base[kv.v_offset + row * kv.v_bytes + i] = 0;
+  for (int i = threadIdx.x; i < kv.v_scale_bytes; i += kThreads)
+    place.base[kv.v_scale_offset + row * kv.v_scale_bytes + i] = 0;
+}
+
+// kUsed: groups of eight queries that the block has. own: null, or keys that come from memory.
 template <int kFormat, int kDim, int kTiles, int kUsed>
 __device__ __forceinline__ void reduce_units(const TileArgs &a, const Work &w, int begin, int end,
-                                             Loader<kFormat, kDim, kTiles> &loader,
+                                             Loader<kFormat, kDim, kTiles> &loader, const Own *own,
                                              uint8_t *memory) {
   typedef Layout<kFormat, kDim, kTiles> L;
   constexpr int kOwn = kDim / 32;
@@ -71,10 +182,15 @@ __device__ __forceinline__ void reduce_units(const TileArgs &a, const Work &w, i
   uint4 *const weights = reinterpret_cast<uint4 *>(memory + L::kWeights);
 
   for (int chunk = begin; chunk < end; chunk++) {
-    const uint8_t *stage = memory + (chunk - begin) % kStages * L::kStage;
+    uint8_t *const stage = memory + L::kFirst + (chunk - begin) % kStages * L::kStage;
     copy_wait<0>();
     __syncthreads();
-    if (chunk + 1 < end) loader.load(memory + (chunk + 1 - begin) % kStages * L::kStage);
+    if (own != nullptr && chunk == own->chunk) {
+      place_own<L>(a.kv, *own, memory + L::kNew, stage);
+      __syncthreads();
+    }
+    if (chunk + 1 < end)
+      loader.load(memory + L::kFirst + (chunk + 1 - begin) % kStages * L::kStage);
     copy_commit();
 
     float p[kUsed][4];
@@ -191,9 +307,9 @@ __device__ __forceinline__ void reduce_units(const TileArgs &a, const Work &w, i
   }
 }
 
-template <int kFormat, int kDim, int kTiles>
-__global__ void __launch_bounds__(kThreads, kTiles == 1 && kFormat != KSL_KV_BF16 ? 3 : 1)
-    tile_kernel(const __grid_constant__ TileArgs a) {
+// heads: made from them, or null.
+template <int kFormat, int kDim, int kTiles, bool kMakes>
+__device__ __forceinline__ void tile(const TileArgs &a, const HeadsArgs *heads) {
   typedef Layout<kFormat, kDim, kTiles> L;
   constexpr int kSteps = kDim / 16;
   extern __shared__ __align__(16) uint8_t memory[];
@@ -207,22 +323,38 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && kFormat != KSL_KV_BF1
   const int units = (chunks + a.unit_chunks - 1) / a.unit_chunks, blocks = gridDim.x;
   const int together = (units + blocks - 1) / blocks * a.unit_chunks;
   const int begin = blockIdx.x * together, end = min(chunks, begin + together);
-  if (begin >= end || last < a.kv.first_key) return;
+  if (begin >= end) return;
+  Own own = {-1, last % kKeys, {}, w.pair == 0};
+  if (kMakes && end == chunks) {
+    own.chunk = end - 1;
+    own.place = kv_place(a.kv, w.slot, last, head);
+  }
+  if (last < a.kv.first_key) {
+    if (own.chunk < 0) return;
+    wait_before();
+    clear_own(a.kv, own.place);
+    return;
+  }
 
-  Loader<kFormat, kDim, kTiles> loader(a.kv, w.slot, head, keys, begin);
+  Loader<kFormat, kDim, kTiles> loader(a.kv, w.slot, head, kMakes ? last : keys, begin);
   // Keys of earlier waves can be asked for while the kernels before this one still run.
-  const int own = a.rows != nullptr ? a.rows[a.columns.row[w.column]].start
-                                    : a.columns.position[w.column] - kRecent;
-  const bool early = (begin + 1) * kKeys <= own;
-  if (early) loader.load(memory);
-  wait_before();
-  if (!early) loader.load(memory);
+  const int before = a.rows != nullptr ? a.rows[a.columns.row[w.column]].start
+                                       : a.columns.position[w.column] - kRecent;
+  const bool early = kMakes || (begin + 1) * kKeys <= before;
+  if (early) loader.load(memory + L::kFirst);
+  if constexpr (kMakes)
+    make_heads<kFormat, kDim>(*heads, w, group, own, memory);
+  else
+    wait_before();
+  if (!early) loader.load(memory + L::kFirst);
   copy_commit();
+  if (kMakes) __syncthreads();
 
   // Queries as fragments, in units that make a power of two the exponential.
   const int used = (w.pairs + 7) / 8;
   const float unit = 1.4426950408889634f / sqrtf(static_cast<float>(kDim));
   const auto query_at = [&](int pair) -> const float * {
+    if (kMakes) return reinterpret_cast<const float *>(memory + L::kQuery) + pair * L::kPitch;
     const int p = w.pair + pair;
     return a.q + static_cast<int64_t>(w.column + p / group) * a.q_stride +
            (head * group + p % group) * kDim;
@@ -264,6 +396,7 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && kFormat != KSL_KV_BF1
           sum;
     }
   }
+  if (kMakes) __syncthreads();
 #pragma unroll
   for (int m = 0; m < kTiles; m++) {
     if (m >= slots) break;
@@ -277,9 +410,21 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && kFormat != KSL_KV_BF1
     }
   }
   if (kTiles == 1 || used == 1)
-    reduce_units<kFormat, kDim, kTiles, 1>(a, w, begin, end, loader, memory);
+    reduce_units<kFormat, kDim, kTiles, 1>(a, w, begin, end, loader, kMakes ? &own : nullptr,
+                                           memory);
   else
-    reduce_units<kFormat, kDim, kTiles, kTiles>(a, w, begin, end, loader, memory);
+    reduce_units<kFormat, kDim, kTiles, kTiles>(a, w, begin, end, loader, nullptr, memory);
+}
+
+template <int kFormat, int kDim, int kTiles>
+__global__ void __launch_bounds__(kThreads, kTiles == 1 && kFormat != KSL_KV_BF16 ? 3 : 1)
+    tile_kernel(const __grid_constant__ TileArgs a) {
+  tile<kFormat, kDim, kTiles, false>(a, nullptr);
+}
+template <int kFormat, int kDim>
+__global__ void __launch_bounds__(kThreads, kFormat != KSL_KV_BF16 ? 3 : 1)
+    tile_heads_kernel(const __grid_constant__ TileArgs a, const __grid_constant__ HeadsArgs heads) {
+  tile<kFormat, kDim, 1, true>(a, &heads);
 }
 
 // Blocks that the device takes at one time, 0 if it has too little shared memory.
@@ -295,6 +440,9 @@ int slots() {
                           cudaSuccess &&
                       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                            L::kAll) == cudaSuccess &&
+                      cudaFuncSetAttribute(tile_heads_kernel<kFormat, kDim>,
+                                           cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           Layout<kFormat, kDim, 1>::kAll) == cudaSuccess &&
                       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads,
                                                                     L::kAll) == cudaSuccess;
     found = runs ? processors * blocks : 0;
@@ -304,7 +452,7 @@ int slots() {
 }
 
 template <int kFormat, int kDim, int kTiles>
-bool run(Device *device, TileArgs a, int columns, bool ask) {
+bool run(Device *device, const TileArgs &a, const HeadsArgs *heads, int columns, bool ask) {
   const int together = slots<kFormat, kDim, kTiles>();
   if (ask || together == 0) return together > 0;
   const int group = a.heads / a.kv.kv_heads, parts = divide_up(group, 8 * kTiles);
@@ -312,9 +460,17 @@ bool run(Device *device, TileArgs a, int columns, bool ask) {
   const int per_tile = a.rows != nullptr && parts == 1 ? 8 * kTiles / group : 1;
   const int others = a.kv.kv_heads * divide_up(columns, per_tile) * parts;
   const int blocks = together < 2 * others ? 1 : together / others;
-  launch_chained(device, "attn_tile", tile_kernel<kFormat, kDim, kTiles>,
-                 dim3(blocks < a.units ? blocks : a.units, a.kv.kv_heads, columns * parts),
-                 kThreads, Layout<kFormat, kDim, kTiles>::kAll, a);
+  typedef Layout<kFormat, kDim, kTiles> L;
+  // One chunk of keys each takes one stage, which fits beside a product.
+  const bool one = a.unit_chunks == 1 && blocks >= a.units;
+  const int bytes = L::kFirst + (one ? 1 : kStages) * L::kStage;
+  const dim3 grid(blocks < a.units ? blocks : a.units, a.kv.kv_heads, columns * parts);
+  if (heads != nullptr)
+    launch_chained(device, "attn_tile", tile_heads_kernel<kFormat, kDim>, grid, kThreads, bytes, a,
+                   *heads);
+  else
+    launch_chained(device, "attn_tile", tile_kernel<kFormat, kDim, kTiles>, grid, kThreads, bytes,
+                   a);
   return true;
 }
 
@@ -324,45 +480,45 @@ constexpr int most_tiles(int format) {
 }
 
 template <int kFormat, int kDim>
-bool by_tiles(Device *device, const TileArgs &a, int columns, bool ask) {
+bool by_tiles(Device *device, const TileArgs &a, const HeadsArgs *heads, int columns, bool ask) {
   constexpr int kMany = most_tiles(kFormat), kFewer = 2;
   if (ask)
-    return run<kFormat, kDim, 1>(device, a, columns, true) &&
-           run<kFormat, kDim, kFewer>(device, a, columns, true) &&
-           run<kFormat, kDim, kMany>(device, a, columns, true);
-  if (a.rows == nullptr) return run<kFormat, kDim, 1>(device, a, columns, false);
+    return run<kFormat, kDim, 1>(device, a, heads, columns, true) &&
+           run<kFormat, kDim, kFewer>(device, a, heads, columns, true) &&
+           run<kFormat, kDim, kMany>(device, a, heads, columns, true);
+  if (a.rows == nullptr) return run<kFormat, kDim, 1>(device, a, heads, columns, false);
   if constexpr (kMany > kFewer) {
     // Blocks of fewer queries are done sooner, where all of them run at once.
     const int group = a.heads / a.kv.kv_heads, together = 8 * kFewer / group;
     const int tiles = together > 0 ? divide_up(columns, together) : 2 * columns;
     if (a.units * a.kv.kv_heads * tiles <= slots<kFormat, kDim, kFewer>())
-      return run<kFormat, kDim, kFewer>(device, a, columns, false);
+      return run<kFormat, kDim, kFewer>(device, a, heads, columns, false);
   }
-  return run<kFormat, kDim, kMany>(device, a, columns, false);
+  return run<kFormat, kDim, kMany>(device, a, heads, columns, false);
 }
 
 template <int kFormat>
-bool by_dim(Device *device, const TileArgs &a, int columns, bool ask) {
+bool by_dim(Device *device, const TileArgs &a, const HeadsArgs *heads, int columns, bool ask) {
   switch (a.kv.head_dim) {
     case 64:
-      return by_tiles<kFormat, 64>(device, a, columns, ask);
+      return by_tiles<kFormat, 64>(device, a, heads, columns, ask);
     case 128:
-      return by_tiles<kFormat, 128>(device, a, columns, ask);
+      return by_tiles<kFormat, 128>(device, a, heads, columns, ask);
     case 256:
-      return by_tiles<kFormat, 256>(device, a, columns, ask);
+      return by_tiles<kFormat, 256>(device, a, heads, columns, ask);
     default:
       return false;
   }
 }
 
-bool by_format(Device *device, const TileArgs &a, int columns, bool ask) {
+bool by_format(Device *device, const TileArgs &a, const HeadsArgs *heads, int columns, bool ask) {
   switch (a.format) {
     case KSL_KV_BF16:
-      return by_dim<KSL_KV_BF16>(device, a, columns, ask);
+      return by_dim<KSL_KV_BF16>(device, a, heads, columns, ask);
     case KSL_KV_FP8:
-      return by_dim<KSL_KV_FP8>(device, a, columns, ask);
+      return by_dim<KSL_KV_FP8>(device, a, heads, columns, ask);
     case KSL_KV_Q4:
-      return by_dim<KSL_KV_Q4>(device, a, columns, ask);
+      return by_dim<KSL_KV_Q4>(device, a, heads, columns, ask);
     default:
       return false;
   }
@@ -374,10 +530,20 @@ bool attn_tile_runs(Device *device, int format, int head_dim) {
   TileArgs a = {};
   a.format = format;
   a.kv.head_dim = head_dim;
-  return by_format(device, a, 0, true);
+  return by_format(device, a, nullptr, 0, true);
 }
 
-void attn_tile(Device *device, TileArgs a, const GateArgs &o, int most_position, int64_t room) {
+bool attn_tile_makes_heads(const Device *device, const KvLayer &kv, int half, int columns,
+                           int most_position) {
+  constexpr int kFewChunks = 48;  // of a processor
+  if (kv.head_dim % 32 != 0 || half % (kv.head_dim / 32) != 0) return false;
+  const int64_t chunks = most_position / kKeys + 1;
+  return chunks * kv.kv_heads * columns <=
+         static_cast<int64_t>(kFewChunks) * device->room.processors;
+}
+
+void attn_tile(Device *device, TileArgs a, const HeadsArgs *heads, const GateArgs &o,
+               int most_position, int64_t room) {
   const int chunks = most_position / kKeys + 1, spans = divide_up(chunks, kTileSpan);
   // Spans make less to join, chunks fill a device with less work.
   const int group = a.heads / a.kv.kv_heads, most_pairs = 8 * most_tiles(a.format);
@@ -395,7 +561,7 @@ void attn_tile(Device *device, TileArgs a, const GateArgs &o, int most_position,
   for (int first = 0; first < a.n;) {
     const int left = a.n - first, n = left < most ? left : most;
     a.first = first;
-    by_format(device, a, n, false);
+    by_format(device, a, heads, n, false);
     attn_tile_join(device, a, o, n);
     first += n;
   }

@@ -26,14 +26,22 @@ struct Layout {
   static constexpr int kScales = kKeys * kKPitch, kV = kScales + (kBf16 ? 0 : kKeys * kKScale);
   static constexpr int kVScales = kV + kKeys * kVPitch;
   static constexpr int kStage = kVScales + (kBf16 ? 0 : kKeys * 4);
-  static constexpr int kQuery = kStages * kStage;  // fragments of a: [tiles][steps][lanes]
+  static constexpr int kQuery = 0;  // fragments of a: [tiles][steps][lanes]
   static constexpr int kWeights = kQuery + kTiles * kDim * 32;  // fragments: [tiles][warps][lanes]
   static constexpr int kHighs = kWeights + kTiles * kWarps * 512;  // [tiles][8][warps]
   static constexpr int kHighScales = kHighs + kTiles * 8 * kWarps * 4;
   static constexpr int kTotals = kHighScales + kTiles * 8 * kWarps * 4;
   static constexpr int kSums = kTotals + kTiles * 8 * kWarps * 4;  // q4: of 32 channels
-  static constexpr int kAll = kSums + (kQ4 ? kTiles * 8 * (kDim / 32) * 4 : 0);
-  static_assert(kStage % 16 == 0 && kV % 16 == 0, "16-byte copies");
+  // Of a block that makes its heads: what is stored of the column's own key and value, one behind
+  // the other; and before they are fragments, queries, with a pitch that spreads them over banks.
+  static constexpr int kNew = kSums + (kQ4 ? kTiles * 8 * (kDim / 32) * 4 : 0);
+  static constexpr int kNewV = kKBytes + (kBf16 ? 0 : kKScale);
+  static constexpr int kNewBytes = kNewV + kVBytes + (kBf16 ? 0 : 4);
+  static constexpr int kPitch = kDim + 4;
+  static constexpr int kFirst = kNew + (kTiles == 1 ? (kNewBytes + 15) / 16 * 16 : 0);
+  static constexpr int kAll = kFirst + kStages * kStage;
+  static_assert(kStage % 16 == 0 && kV % 16 == 0 && kNew % 16 == 0, "16-byte copies");
+  static_assert(kQuery + 8 * kPitch * 4 <= kHighs, "queries lie where nothing is yet");
 };
 
 // An sm_120 runs the packed formats; bf16 keys of 256 dims are left to core.cu there.

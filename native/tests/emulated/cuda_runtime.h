@@ -319,7 +319,14 @@ inline T __shfl_down_sync(unsigned, T v, int by) {
 }
 template <class T>
 inline T __shfl_sync(unsigned, T v, int from) {
-  return emulated::exchange(v, [=](int) { return from; });
+  struct Both {
+    T in, out;
+    int from;  // each lane says for itself
+  } both = {v, v, from};
+  emulated::meet(&both, [](Both **all) {
+    for (int lane = 0; lane < 32; lane++) all[lane]->out = all[all[lane]->from & 31]->in;
+  });
+  return both.out;
 }
 inline bool __any_sync(unsigned, bool mine) {
   emulated::meet(&mine, [](bool **all) {
