@@ -18,8 +18,8 @@ constexpr int kListed = 1024;  // most candidates of a list
 
 // A column is scanned in parts, one block each. Of a part, its fours are dealt out to the threads,
 // and neighbouring threads make a group, whose greatest logit is kept.
-constexpr int kParts = 32;
-constexpr int kScanThreads = 256, kGroupThreads = 8;
+constexpr int kParts = 128;
+constexpr int kScanThreads = 256, kGroupThreads = 32;
 constexpr int kPartGroups = kScanThreads / kGroupThreads;
 constexpr int kGroups = kGreatest;
 static_assert(kGroups == kParts * kPartGroups && kGroups == kThreads, "a thread has a group");
@@ -197,7 +197,7 @@ __device__ int nth_of_order(const Candidates &all, const Cut &from, unsigned ord
 // logit of the group of this thread's number. scored: ids that the groups are made of.
 __device__ bool list_best(Selection *selection, const Candidates &all, int scored, float own, int k,
                           float *logits, int *ids, int *n) {
-  __shared__ int count, groups;
+  __shared__ int count, groups, chosen[kGroups];
   // `logits` holds the greatest of each group first.
   logits[threadIdx.x] = own;
   if (__syncthreads_count(own > kNone) < k) return false;
@@ -208,23 +208,14 @@ __device__ bool list_best(Selection *selection, const Candidates &all, int score
       &order);
   if (threadIdx.x == 0) count = groups = 0;
   __syncthreads();
-  if (own > kNone && order_of(own) >= order) ids[atomicAdd(&groups, 1)] = threadIdx.x;
+  if (own > kNone && order_of(own) >= order) chosen[atomicAdd(&groups, 1)] = threadIdx.x;
   __syncthreads();
   // As many threads read a group as made it.
   constexpr int kAtOnce = kThreads / kGroupThreads;
-  const int here = groups;
-  int mine[kGroups / kAtOnce];
-#pragma unroll
-  for (int i = 0; i < kGroups / kAtOnce; i++) {
-    const int at = i * kAtOnce + threadIdx.x / kGroupThreads;
-    mine[i] = at < here ? ids[at] : -1;
-  }
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < kGroups / kAtOnce; i++) {
-    if (mine[i] < 0) break;
-    const Part part(mine[i] / kPartGroups, scored);
-    for (int f = part.first + mine[i] % kPartGroups * kGroupThreads + threadIdx.x % kGroupThreads;
+  for (int i = threadIdx.x / kGroupThreads; i < groups; i += kAtOnce) {
+    const int group = chosen[i];
+    const Part part(group / kPartGroups, scored);
+    for (int f = part.first + group % kPartGroups * kGroupThreads + threadIdx.x % kGroupThreads;
          f < part.end; f += kScanThreads) {
       for (int at = f * 4; at < f * 4 + 4 && at < all.n; at++) {
         const float v = all.logits[at];
@@ -300,10 +291,11 @@ template <bool kLead>
 __global__ void __launch_bounds__(kScanThreads)
     scan_kernel(SlotArrays slots, const SampleJob *jobs, const float *all_logits, float *adjusted,
                 int64_t stride, Greatest *out) {
-  begin_chained();
+  allow_next();
   const int column = blockIdx.y;
   const SampleJob &job = jobs[column];
   const SlotParams p = slots.params[job.slot];
+  wait_before();
   const int scored = slots.scored, limit = slots.token_limit;
   const Part part(blockIdx.x, scored);
   const float *raw = all_logits + column * stride;
@@ -368,11 +360,12 @@ __global__ void __launch_bounds__(kThreads)
     sample_kernel(SlotArrays slots, const SampleJob *jobs, const float *all_logits,
                   const float *adjusted, int64_t stride, const Greatest *greatest, float margin,
                   int32_t *ids) {
-  begin_chained();
+  allow_next();
   __shared__ Selection selection;
   __shared__ float scratch[32];
   const SampleJob &job = jobs[blockIdx.x];
   const SlotParams p = slots.params[job.slot];
+  wait_before();
   const int limit = slots.token_limit;
   const float *const logits = (changes(p) ? adjusted : all_logits) + blockIdx.x * stride;
   const Greatest group = greatest[blockIdx.x * kGroups + threadIdx.x];
