@@ -356,10 +356,25 @@ bool abandoned(const Backend *b) {
   return b->wave->abandon && b->wave->abandon->load();
 }
 
-// All launches of a wave up to its samples.
+void keep_hidden(Backend *b) {
+  commit_hidden(&b->device, b->d_rows, b->final, b->hidden_stride, b->spec->hidden, b->slabs.data,
+                b->slabs.stride, b->hidden_offset, b->shape_rows);
+}
+
+// All launches of a wave up to its samples, and what does not depend on these.
 int forward(Backend *b, bool stoppable) {
   const ModelSpec *s = b->spec;
-  if (s->kv_layers) rotary(&b->device, b->batch, b->frequency, s->rotary_dims / 2, b->cos, b->sin);
+  if (b->shaped) {
+    const auto words = [](size_t bytes) { return static_cast<int>(bytes / sizeof(int32_t)); };
+    const int jobs = b->head_jobs;
+    const PlanArgs plan = {
+        {{b->row_info, b->d_rows, words(b->shape_rows * sizeof(RowInfo)), 1, 0},
+         {b->columns, b->d_columns, b->batch.n, kColumnArrays, b->column_capacity},
+         {b->job_columns, b->d_head_columns, jobs, 1, 0},
+         {b->sample_jobs, b->d_sample_jobs, words(jobs * sizeof(SampleJob)), 1, 0}},
+        jobs > 0 ? 4 : 2};
+    fetch_plan(&b->device, plan);
+  }
   walk(b, kListInput, 0);
   for (int layer = 0; layer < s->layers; layer++) {
     if (stoppable && abandoned(b)) return KSL_CLOSED;
@@ -367,6 +382,8 @@ int forward(Backend *b, bool stoppable) {
   }
   walk(b, kListOutput, 0);
   if (s->mtp_layers) mtp_follow(b);
+  // Without drafts it is known what rows keep.
+  if (b->n_kept == 0) keep_hidden(b);
   return KSL_OK;
 }
 
@@ -476,7 +493,8 @@ void fill_shape(Backend *b) {
 
 int launch(Backend *b) {
   if (!b->shaped) return forward(b, true);
-  const GraphShape shape = {kWavePart, b->batch.n, b->shape_rows, b->head_jobs, b->multi};
+  const GraphShape shape = {kWavePart,    b->batch.n, b->shape_rows,
+                            b->head_jobs, b->multi,   b->head_direct};
   run_shaped(b, shape, [](Backend *of) { forward(of, false); });
   return KSL_OK;
 }
@@ -487,11 +505,11 @@ int run_columns(Backend *b) {
   b->kv_only = false;
   plan_head(b);
   if (b->shaped) fill_shape(b);
-  upload(b, b->d_rows, b->row_info, b->shape_rows * sizeof(RowInfo));
+  if (!b->shaped) upload(b, b->d_rows, b->row_info, b->n_rows * sizeof(RowInfo));
   upload(b, b->d_tiles, b->tiles, b->n_tiles * sizeof(FlashTile));
   upload(b, b->d_chunks, b->chunks, b->n_chunks * sizeof(ChunkInfo));
   upload(b, b->d_runs, b->runs, b->n_runs * sizeof(ChunkRun));
-  upload_columns(b, b->batch.n);
+  if (!b->shaped) upload_columns(b, b->batch.n);
   upload_head(b);
   const int code = launch(b);
   if (code) return code;
@@ -501,9 +519,8 @@ int run_columns(Backend *b) {
     for (int r = 0; r < b->n_rows; r++) b->row_info[r].committed = b->rows[r].committed;
     upload(b, b->d_rows, b->row_info, b->n_rows * sizeof(RowInfo));
     if (s->linear_layers) commit_kept(b);
+    keep_hidden(b);
   }
-  commit_hidden(&b->device, b->d_rows, b->final, b->hidden_stride, s->hidden, b->slabs.data,
-                b->slabs.stride, b->hidden_offset, b->n_rows);
   if (s->mtp_layers) mtp_propose(b);
   return KSL_OK;
 }

@@ -94,7 +94,9 @@ const int32_t *short_columns(const Backend *b, int *n) {
 
 void stage_embed(void *context, int) {
   Backend *b = static_cast<Backend *>(context);
-  embed(&b->device, b->embedding, b->batch, b->x, b->hidden_stride);
+  const int half = b->spec->kv_layers ? b->spec->rotary_dims / 2 : 0;
+  embed(&b->device, b->embedding, b->batch, b->x, b->hidden_stride,
+        {b->frequency, half, b->cos, b->sin});
   b->normed_ready = b->norm_owed = false;
   b->residual = b->x;
 }
@@ -496,6 +498,7 @@ void stage_mlp_down(void *context, int layer) {
   Split split = kNoSplit;
   const bool inner = layer + 1 < s->layers;
   const Group *reader = nullptr;
+  if (!inner && b->head_direct) split = head_split_of(b);
   if (layer == s->layers) {
     gain = b->mtp_norm;
     out = b->chain;
@@ -552,8 +555,8 @@ void stage_mtp_head(void *context, int) {
     for (int i = 0; i < n; i++) b->job_columns[i] = first + i;
     upload(b, b->d_job_columns, b->job_columns, n * sizeof(int32_t));
     gather_columns(&b->device, b->chain, b->hidden_stride, b->spec->hidden, b->d_job_columns,
-                   b->head_in, split_for(b->head, b->head_split), n);
-    head_logits(b, n, b->spec->vocab);
+                   b->head_in, head_split_of(b), n);
+    head_logits(b, b->head_in, n, b->spec->vocab);
     tap_append(b, kTapMtpLogits, 0, b->logits, b->vocab_stride, n, 1, b->spec->vocab, 0);
   }
 }
@@ -676,7 +679,7 @@ void form_splits(Backend *b) {
     split->groups = wide ? divide_up(b->column_capacity, kPanelTokens) : 0;
 }
 
-void head_logits(Backend *b, int n, int vocab) {
+void head_logits(Backend *b, const float *in, int n, int vocab) {
   const Output output = {b->logits, b->vocab_stride, 0};
   Group head = b->head;  // the first rows of it
   if (head.n_packed > 0 && vocab < head.packed[0].parts[0].rows) {
@@ -684,7 +687,7 @@ void head_logits(Backend *b, int n, int vocab) {
     head.packed[0].parts[0].rows = vocab;
   }
   if (head.n_plain > 0 && vocab < head.plain[0].rows) head.plain[0].rows = vocab;
-  gemm_group(&b->device, head, b->head_in, b->hidden_stride, b->head_split, &output, nullptr, n);
+  gemm_group(&b->device, head, in, b->hidden_stride, b->head_split, &output, nullptr, n);
 }
 
 void norm_columns(Backend *b, const float *gain, float *out, const Split &split, bool residual,

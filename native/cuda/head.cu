@@ -12,12 +12,6 @@ namespace ksl {
 
 namespace {
 
-Split head_split(const Backend *b) {
-  Split split = b->head_split;
-  if (b->head.n_packed == 0) split.data = nullptr;
-  return split;
-}
-
 int32_t next_token(const Backend *b, const RowPlan *row, int offset) {
   return b->wave->tokens[row->row->tokens + offset + 1];
 }
@@ -60,6 +54,12 @@ void take(Backend *b, RowPlan *row, int offset, int32_t sampled) {
 
 }  // namespace
 
+Split head_split_of(const Backend *b) {
+  Split split = b->head_split;
+  if (b->head.n_packed == 0) split.data = nullptr;
+  return split;
+}
+
 void plan_head(Backend *b) {
   int n = 0, n_logprobs = 0, entries = 0;
   for (int r = 0; r < b->n_rows; r++) {
@@ -95,14 +95,17 @@ void plan_head(Backend *b) {
     }
   }
   b->n_jobs = b->head_jobs = n;
+  b->head_direct = !b->taps && n == b->batch.n && n <= kHeadBatch;
+  for (int i = 0; i < n && b->head_direct; i++) b->head_direct = b->job_columns[i] == i;
   b->n_logprob_jobs = n_logprobs;
   b->logprob_entries = entries;
 }
 
 void upload_head(Backend *b) {
   if (b->n_jobs == 0 || !grow_entries(b, b->logprob_entries)) return;
-  upload(b, b->d_head_columns, b->job_columns, b->head_jobs * sizeof(int32_t));
-  upload(b, b->d_sample_jobs, b->sample_jobs, b->head_jobs * sizeof(SampleJob));
+  if (b->shaped) return;
+  upload(b, b->d_head_columns, b->job_columns, b->n_jobs * sizeof(int32_t));
+  upload(b, b->d_sample_jobs, b->sample_jobs, b->n_jobs * sizeof(SampleJob));
   upload(b, b->d_logprob_jobs, b->logprob_jobs, b->n_logprob_jobs * sizeof(LogprobJob));
 }
 
@@ -115,17 +118,18 @@ void run_head(Backend *b) {
       for (int i = 0; i < n; i++) columns[i] = first + i;
       upload(b, b->d_job_columns, columns, n * sizeof(int32_t));
       gather_columns(&b->device, b->final, b->hidden_stride, s->hidden, b->d_job_columns,
-                     b->head_in, head_split(b), n);
-      head_logits(b, n, s->vocab);
+                     b->head_in, head_split_of(b), n);
+      head_logits(b, b->head_in, n, s->vocab);
       tap_append(b, kTapLogits, 0, b->logits, b->vocab_stride, n, 1, s->vocab, 0);
     }
   }
   int logprob = 0;
   for (int first = 0; first < b->head_jobs; first += kHeadBatch) {
     const int n = b->head_jobs - first < kHeadBatch ? b->head_jobs - first : kHeadBatch;
-    gather_columns(&b->device, b->final, b->hidden_stride, s->hidden, b->d_head_columns + first,
-                   b->head_in, head_split(b), n);
-    head_logits(b, n, s->vocab);
+    if (!b->head_direct)
+      gather_columns(&b->device, b->final, b->hidden_stride, s->hidden, b->d_head_columns + first,
+                     b->head_in, head_split_of(b), n);
+    head_logits(b, b->head_direct ? b->final : b->head_in, n, s->vocab);
     // Jobs of SCORE rows are sampled too where they lie among others; nobody reads those.
     bool any = false;
     int with_logprobs = 0;
@@ -136,10 +140,10 @@ void run_head(Backend *b) {
     }
     if (any)
       sample_columns(&b->device, b->slot_arrays, b->d_sample_jobs + first, n, b->logits,
-                     b->sampling, b->vocab_stride, b->d_ids + first);
+                     b->sampling, b->vocab_stride, b->ids + first);
     if (with_logprobs)
       logprobs(&b->device, b->d_logprob_jobs + logprob, with_logprobs, b->logits, b->vocab_stride,
-               s->vocab, b->d_ids, b->d_entries);
+               s->vocab, b->ids, b->d_entries);
     logprob += with_logprobs;
   }
 }
@@ -153,7 +157,6 @@ void finish_head(Backend *b) {
                  cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, b->device.stream),
                  "copying samples");
   };
-  fetch(b->ids, b->d_ids, b->n_jobs * sizeof(int32_t));
   fetch(b->entries, b->d_entries, b->logprob_entries * sizeof(ksl_logprob));
   if (!synchronize(b, "running a wave")) return;
   int logprob = 0;
@@ -192,22 +195,31 @@ void mtp_follow(Backend *b) {
 
 namespace {
 
-// One draft of every column, up to its ids; only launches.
-void draft_columns(Backend *b) {
+// One draft of every column, up to its ids; only launches. fetches: what was planned, too.
+void draft_columns(Backend *b, bool fetches) {
   const ModelSpec *s = b->spec;
   const int n = b->batch.n, cap = b->config->draft_vocab;
   const int vocab = cap > 0 && cap < s->vocab ? cap : s->vocab;
-  rotary(&b->device, b->batch, b->frequency, s->rotary_dims / 2, b->cos, b->sin);
+  if (fetches) {
+    const int words = n * static_cast<int>(sizeof(SampleJob) / sizeof(int32_t));
+    const PlanArgs plan = {{{b->columns, b->d_columns, n, kColumnArrays, b->column_capacity},
+                            {b->job_columns, b->d_job_columns, n, 1, 0},
+                            {b->sample_jobs, b->d_sample_jobs, words, 1, 0}},
+                           3};
+    fetch_plan(&b->device, plan);
+  }
+  const int half = s->kv_layers ? s->rotary_dims / 2 : 0;
+  rotary(&b->device, b->batch, {b->frequency, half, b->cos, b->sin});
   walk(b, kListMtpInput, 0);
   walk(b, kListFull, s->layers);
   for (int first = 0; first < n; first += kHeadBatch) {
     const int part = n - first < kHeadBatch ? n - first : kHeadBatch;
-    gather_columns(&b->device, b->chain, b->hidden_stride, s->hidden, b->d_job_columns + first,
-                   b->head_in, head_split(b), part);
-    head_logits(b, part, vocab);
+    if (!b->head_direct)
+      gather_columns(&b->device, b->chain, b->hidden_stride, s->hidden, b->d_job_columns + first,
+                     b->head_in, head_split_of(b), part);
+    head_logits(b, b->head_direct ? b->chain : b->head_in, part, vocab);
     sample_drafts(&b->device, b->slot_arrays, b->d_sample_jobs + first, part, vocab,
-                  b->config->draft_margin, b->logits, b->sampling, b->vocab_stride,
-                  b->d_ids + first);
+                  b->config->draft_margin, b->logits, b->sampling, b->vocab_stride, b->ids + first);
   }
 }
 
@@ -269,18 +281,17 @@ void mtp_propose(Backend *b) {
     }
     b->batch.n = columns;
     form_splits(b);
-    upload_columns(b, columns);
-    upload(b, b->d_job_columns, b->job_columns, columns * sizeof(int32_t));
-    upload(b, b->d_sample_jobs, b->sample_jobs, columns * sizeof(SampleJob));
     b->later_draft = step > 0;
-    if (shaped)
-      run_shaped(b, {kDraftPart, columns, 0, 0, b->later_draft}, draft_columns);
-    else
-      draft_columns(b);
-    keep_error(&b->device,
-               cudaMemcpyAsync(b->ids, b->d_ids, n * sizeof(int32_t), cudaMemcpyDeviceToHost,
-                               b->device.stream),
-               "copying drafts");
+    b->head_direct = !b->taps && columns <= kHeadBatch;
+    if (shaped) {
+      run_shaped(b, {kDraftPart, columns, 0, 0, b->later_draft, b->head_direct},
+                 [](Backend *of) { draft_columns(of, true); });
+    } else {
+      upload_columns(b, columns);
+      upload(b, b->d_job_columns, b->job_columns, columns * sizeof(int32_t));
+      upload(b, b->d_sample_jobs, b->sample_jobs, columns * sizeof(SampleJob));
+      draft_columns(b, false);
+    }
     if (!synchronize(b, "drafting")) break;
     for (int i = 0; i < n; i++) {
       RowPlan *row = &b->rows[jobs[i].row];

@@ -38,6 +38,21 @@ void *own_device(Backend *b, size_t bytes) {
 
 namespace {
 
+// Zeroed host memory that the device reads and writes; null when memory is out.
+template <typename T>
+T *pinned_many(Backend *b, size_t count) {
+  if (b->measuring) return reinterpret_cast<T *>(b);
+  void *memory = nullptr;
+  if (alloc_refused(b->alloc)) return nullptr;
+  if (cudaHostAlloc(&memory, count * sizeof(T), cudaHostAllocDefault) != cudaSuccess) {
+    cudaGetLastError();
+    return nullptr;
+  }
+  b->pinned[b->n_pinned++] = memory;
+  memset(memory, 0, count * sizeof(T));
+  return static_cast<T *>(memory);
+}
+
 static_assert(kSlicedTokens == kWideTokens, "larger waves have whole products");
 
 // What the driver takes beside our memory: code of kernels; and graphs, by their kernels, of which
@@ -304,13 +319,13 @@ int make_scratch(Backend *b, ksl_error *error) {
   b->d_logprob_jobs = own_many<LogprobJob>(b, jobs);
   b->d_ids = own_many<int32_t>(b, jobs);
   b->rows = alloc_many<RowPlan>(b->alloc, slots);
-  b->row_info = alloc_many<RowInfo>(b->alloc, slots);
-  b->columns = alloc_many<int32_t>(b->alloc, kColumnArrays * most);
+  b->row_info = pinned_many<RowInfo>(b, slots);
+  b->columns = pinned_many<int32_t>(b, kColumnArrays * most);
   b->jobs = alloc_many<HeadJob>(b->alloc, jobs);
-  b->job_columns = alloc_many<int32_t>(b->alloc, jobs);
-  b->sample_jobs = alloc_many<SampleJob>(b->alloc, jobs);
+  b->job_columns = pinned_many<int32_t>(b, jobs);
+  b->sample_jobs = pinned_many<SampleJob>(b, jobs);
   b->logprob_jobs = alloc_many<LogprobJob>(b->alloc, jobs);
-  b->ids = alloc_many<int32_t>(b->alloc, jobs);
+  b->ids = pinned_many<int32_t>(b, jobs);
   const void *const made[] = {b->x,
                               b->normed,
                               b->mixed,
@@ -435,10 +450,8 @@ int make_all(Backend *b, const TensorTable *tensors, uint64_t *staging, ksl_erro
 
 void free_host(Backend *b) {
   for (int i = 0; b->slots && i < b->config->slots; i++) alloc_free(b->slots[i].forced);
-  void *const host[] = {b->slots,       b->rows,         b->row_info, b->tiles,   b->chunks,
-                        b->runs,        b->batches,      b->columns,  b->jobs,    b->job_columns,
-                        b->sample_jobs, b->logprob_jobs, b->ids,      b->entries, b->layers,
-                        b->owned,       b->fetched};
+  void *const host[] = {b->slots, b->rows,         b->tiles,   b->chunks, b->runs,  b->batches,
+                        b->jobs,  b->logprob_jobs, b->entries, b->layers, b->owned, b->fetched};
   for (void *memory : host) alloc_free(memory);
 }
 
@@ -506,6 +519,7 @@ void cuda_close(Backend *b) {
     for (int i = 0; i < b->n_graphs; i++) cudaGraphExecDestroy(b->graphs[i].run);
     for (int i = b->n_owned; i-- > 0;) cudaFree(b->owned[i]);
     cudaFree(b->arena);
+    for (int i = b->n_pinned; i-- > 0;) cudaFreeHost(b->pinned[i]);
     cudaFree(b->d_entries);
     cudaFree(b->d_marks);
     cudaStreamDestroy(b->device.stream);

@@ -8,6 +8,7 @@
 #include "gemm/gemm.cuh"
 #include "sample/sample.cuh"
 #include "state/mover.cuh"
+#include "state/plan.cuh"
 
 namespace ksl {
 
@@ -70,7 +71,7 @@ struct HeadJob {
 // device memory, but for the chunks of keys that attention is launched for: a graph has enough of
 // them, and others when it is updated.
 struct GraphShape {
-  int part, columns, rows, jobs, multi;
+  int part, columns, rows, jobs, multi, head_direct;
 };
 enum { kWavePart, kDraftPart };
 struct Graph {
@@ -93,6 +94,8 @@ struct Backend {
   Device device;
   void **owned;  // device memory
   int n_owned, owned_capacity;
+  void *pinned[8];  // host memory that kernels read and write
+  int n_pinned;
   uint64_t device_bytes;  // given out by own_device
   uint8_t *arena;         // what own_device gives out parts of; null: it allocates each
   bool measuring;         // own_device only counts
@@ -117,10 +120,10 @@ struct Backend {
   SlotArrays slot_arrays;
   Slot *slots;
 
-  // the running wave, on the host; upload copies it
+  // the running wave, on the host; upload copies it, or fetch_plan what is pinned
   const Wave *wave;
   RowPlan *rows;
-  RowInfo *row_info;  // [slots]
+  RowInfo *row_info;  // [slots], pinned
   int n_rows, n_kept;
   int shape_rows;  // n_rows, and rows without a column that fill up a shape
   int n_short;     // columns of rows that are not tiled
@@ -131,14 +134,14 @@ struct Backend {
   ChunkRun *runs;
   ChunkBatch *batches;
   int n_chunks, n_runs, n_batches;
-  int32_t *columns;  // [kColumnArrays][wave_columns + slots]
+  int32_t *columns;  // [kColumnArrays][wave_columns + slots], pinned
   HeadJob *jobs;
-  int n_jobs, head_jobs;  // head_jobs: with those that fill up a shape
-  int32_t *job_columns;
-  SampleJob *sample_jobs;
+  int n_jobs, head_jobs;   // head_jobs: with those that fill up a shape
+  int32_t *job_columns;    // pinned
+  SampleJob *sample_jobs;  // pinned
   LogprobJob *logprob_jobs;
   int n_logprob_jobs, logprob_entries;
-  int32_t *ids;          // sampled, by job
+  int32_t *ids;          // sampled, by job; pinned
   ksl_logprob *entries;  // grows
   int entries_capacity;
 
@@ -151,7 +154,7 @@ struct Backend {
   int32_t *d_job_columns, *d_head_columns;
   SampleJob *d_sample_jobs;
   LogprobJob *d_logprob_jobs;
-  int32_t *d_ids;
+  int32_t *d_ids;  // that are marked
   ksl_logprob *d_entries;
   int32_t *d_marks;
   int marks_capacity;
@@ -178,6 +181,7 @@ struct Backend {
   bool trunk;  // the batch is the wave's columns, not drafts
   bool kv_only;
   bool later_draft;   // drafts go on from drafts
+  bool head_direct;   // the head reads columns as they lie: the norm before it makes its input
   bool normed_ready;  // the layer before has made this layer's in_norm, or left it to the product
   bool norm_owed;     // `norm` is left to the next product
   InputNorm norm;
@@ -241,8 +245,9 @@ const StageTable *stage_table(StageList list);
 void walk(Backend *b, StageList list, int layer);
 void tap_append(Backend *b, Tap tap, int layer, const float *data, int64_t stride, int columns,
                 int segments, int width, int64_t segment_stride);
-// Logits of the first `vocab` ids for the first n columns of head_in.
-void head_logits(Backend *b, int n, int vocab);
+// Logits of the first `vocab` ids for the first n columns of head_split, of which `in` is the
+// float32 form.
+void head_logits(Backend *b, const float *in, int n, int vocab);
 // Which form the splits have for the columns of `batch`.
 void form_splits(Backend *b);
 void norm_columns(Backend *b, const float *gain, float *out, const Split &split, bool residual,
@@ -263,6 +268,7 @@ void run_shaped(Backend *b, const GraphShape &shape, void (*work)(Backend *));
 // Lists the columns of the head; uploads what it needs; run_head only launches.
 void plan_head(Backend *b);
 void upload_head(Backend *b);
+Split head_split_of(const Backend *b);
 void run_head(Backend *b);
 void finish_head(Backend *b);
 void mtp_follow(Backend *b);

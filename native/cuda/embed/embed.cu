@@ -5,34 +5,38 @@ namespace ksl {
 
 namespace {
 
-__global__ void embed_kernel(Raw table, const int32_t *token, float *x, int stride) {
-  const int column = blockIdx.x, i = blockIdx.y * blockDim.x + threadIdx.x;
-  if (i < table.cols)
-    x[static_cast<int64_t>(column) * stride + i] = raw_any(table, token[column], i);
-}
+constexpr int kThreads = 256;
 
-__global__ void rotary_kernel(const int32_t *position, int n, const double *frequency, int half,
-                              float *cosine, float *sine) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n * half) return;
-  const double angle = position[i / half] * frequency[i % half];
-  cosine[i] = static_cast<float>(cos(angle));
-  sine[i] = static_cast<float>(sin(angle));
+// A block is a part of a column's row or, the last one, its rotary factors. It comes up when all
+// before it is done: kernels behind it read plans before they wait.
+__global__ void __launch_bounds__(kThreads)
+    embed_kernel(Raw table, Columns columns, float *x, int stride, Rotary rotary) {
+  allow_next();
+  const int column = blockIdx.x;
+  if (blockIdx.y < gridDim.y - 1) {
+    const int i = blockIdx.y * kThreads + threadIdx.x;
+    if (i < table.cols)
+      x[static_cast<int64_t>(column) * stride + i] = raw_any(table, columns.token[column], i);
+    return;
+  }
+  for (int i = threadIdx.x; i < rotary.half; i += kThreads) {
+    const double angle = columns.position[column] * rotary.frequency[i];
+    rotary.cos[column * rotary.half + i] = static_cast<float>(cos(angle));
+    rotary.sin[column * rotary.half + i] = static_cast<float>(sin(angle));
+  }
 }
 
 }  // namespace
 
-void embed(Device *device, const Raw &table, const Columns &columns, float *x, int stride) {
-  KSL_LAUNCH(device, "embed", embed_kernel, dim3(columns.n, divide_up(table.cols, 256)), 256, table,
-             columns.token, x, stride);
+void embed(Device *device, const Raw &table, const Columns &columns, float *x, int stride,
+           const Rotary &rotary) {
+  KSL_LAUNCH(device, "embed", embed_kernel, dim3(columns.n, divide_up(table.cols, kThreads) + 1),
+             kThreads, table, columns, x, stride, rotary);
 }
 
-void rotary(Device *device, const Columns &columns, const double *frequency, int half, float *cos,
-            float *sin) {
-  if (half == 0) return;
-  KSL_LAUNCH(device, "rotary", rotary_kernel,
-             divide_up(static_cast<int64_t>(columns.n) * half, 128), 128, columns.position,
-             columns.n, frequency, half, cos, sin);
+void rotary(Device *device, const Columns &columns, const Rotary &rotary) {
+  KSL_LAUNCH(device, "rotary", embed_kernel, dim3(columns.n, 1), kThreads, Raw{}, columns, nullptr,
+             0, rotary);
 }
 
 }  // namespace ksl

@@ -19,6 +19,7 @@ __global__ void gather_kernel(const float *from, int stride, int width, const in
 
 __global__ void hidden_kernel(const RowInfo *rows, const float *final, int stride, int width,
                               float *slabs, int64_t slab_stride, int64_t hidden_offset) {
+  begin_chained();
   const RowInfo &row = rows[blockIdx.x];
   const int which = blockIdx.y;  // 0: the end of the row, then its cuts
   if (row.n == 0 || which > row.n_cuts) return;
@@ -40,9 +41,9 @@ void gather_columns(Device *device, const float *from, int stride, int width,
 
 void commit_hidden(Device *device, const RowInfo *rows, const float *final, int stride, int width,
                    float *slabs, int64_t slab_stride, int64_t hidden_offset, int n_rows) {
-  KSL_LAUNCH(device, "hidden", hidden_kernel,
-             dim3(n_rows, 1 + KSL_MAX_CUTS, divide_up(width, kThreads)), kThreads, rows, final,
-             stride, width, slabs, slab_stride, hidden_offset);
+  KSL_CHAIN(device, "hidden", hidden_kernel,
+            dim3(n_rows, 1 + KSL_MAX_CUTS, divide_up(width, kThreads)), kThreads, rows, final,
+            stride, width, slabs, slab_stride, hidden_offset);
 }
 
 }  // namespace ksl
