@@ -48,17 +48,17 @@ struct Expand<KSL_ENC_NVFP4> {
     const unsigned two =
         __byte_perm(piece < 2 ? scales.x : scales.y, 0, piece & 1 ? 0x3424 : 0x1404);
     const unsigned both = half_multiply(two >> 1, 0x78007800u);
-    lower = __byte_perm(both, 0, 0x1010);
-    upper = __byte_perm(both, 0, 0x3232);
+    const __half2 halves = *reinterpret_cast<const __half2 *>(&both);
+    const __half2 low = __low2half2(halves), high = __high2half2(halves);
+    lower = *reinterpret_cast<const unsigned *>(&low);
+    upper = *reinterpret_cast<const unsigned *>(&high);
   }
   // Of the i-th product of the piece.
   __device__ void fragment(int i, unsigned (&a)[4]) const {
     const unsigned w = word_of(codes, i);
-    a[0] = half_multiply(w & 0x8e008e00u, lower);
-    a[1] = half_multiply(w << 3 & 0x8e008e00u, upper);
-    // One multiplication shifts magnitude and sign; what else it makes does not reach the mask.
-    a[2] = half_multiply((w & 0x40384038u) * 66u & 0x8e008e00u, lower);
-    a[3] = half_multiply((w & 0x20072007u) * 516u & 0x8e008e00u, upper);
+#pragma unroll
+    for (int pair = 0; pair < 4; pair++)
+      a[pair] = half_multiply(nvfp4_pair(w, pair), pair & 1 ? upper : lower);
   }
 };
 

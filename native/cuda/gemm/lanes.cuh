@@ -157,14 +157,12 @@ KSL_HD inline uint32_t e2m3_scales(const uint8_t *block, int lane) {
   return e2m3_scale(halves.x >> shift & 0xffffu) | e2m3_scale(halves.y >> shift & 0xffffu) << 8;
 }
 
-// Four nibbles of row g, or g + 8, at bits 0, 8, 16 and 24: elements 2, 0, 3, 1 of the run.
-KSL_HD inline uint32_t nvfp4_lower(uint32_t w) {
-  return (w >> 1 & 0x07000700u) | (w >> 4 & 0x08000800u) | (w >> 3 & 0x00070007u) |
-         (w >> 11 & 0x00080008u);
-}
-KSL_HD inline uint32_t nvfp4_upper(uint32_t w) {
-  return (w << 2 & 0x07000700u) | (w >> 1 & 0x08000800u) | (w & 0x00070007u) |
-         (w >> 10 & 0x00080008u);
+// Four nibbles of row g, or g + 8 (upper 1), at bits 0, 8, 16 and 24: elements 2, 0, 3, 1 of the
+// run.
+KSL_HD inline uint32_t nvfp4_nibbles(uint32_t w, int upper) {
+  const uint32_t first = nvfp4_pair(w, upper), second = nvfp4_pair(w, 2 + upper);
+  return (first >> 1 & 0x07000700u) | (first >> 4 & 0x08000800u) | (second >> 9 & 0x00070007u) |
+         (second >> 12 & 0x00080008u);
 }
 // A piece of a packed block, 0 to 3: of two lanes' groups the half that nv4_half says.
 KSL_HD inline void nvfp4_fragment(const uint8_t *block, int piece, int lane, uint32_t (&a)[4]) {
@@ -172,10 +170,10 @@ KSL_HD inline void nvfp4_fragment(const uint8_t *block, int piece, int lane, uin
       reinterpret_cast<const TwoWords *>(block + piece * 512) + nv4_half(lane & 3);
   const int group = lane - (lane & 3) + nv4_group(lane & 3, 0);
   const TwoWords first = words[2 * group], second = words[2 * (group + 1)];
-  a[0] = nvfp4_lower(first.x) | nvfp4_lower(first.y) << 4;
-  a[1] = nvfp4_upper(first.x) | nvfp4_upper(first.y) << 4;
-  a[2] = nvfp4_lower(second.x) | nvfp4_lower(second.y) << 4;
-  a[3] = nvfp4_upper(second.x) | nvfp4_upper(second.y) << 4;
+  a[0] = nvfp4_nibbles(first.x, 0) | nvfp4_nibbles(first.y, 0) << 4;
+  a[1] = nvfp4_nibbles(first.x, 1) | nvfp4_nibbles(first.y, 1) << 4;
+  a[2] = nvfp4_nibbles(second.x, 0) | nvfp4_nibbles(second.y, 0) << 4;
+  a[3] = nvfp4_nibbles(second.x, 1) | nvfp4_nibbles(second.y, 1) << 4;
 }
 // A lane's scales for the two pieces of half `half` of a block: lanes t = 2 piece + upper have
 // those of rows g, upper 0, and g + 8, where scale_lane_a wants them.

@@ -3,8 +3,8 @@
 // A tile is 16 rows. Of 64 input elements a lane (g = lane / 4, s = lane % 4) holds the 16 from
 // 16 s on of rows g and g + 8: four words, word i for the i-th product of 16. A word has four pairs
 // j = 0..3 of (row g, elements 4i, 4i+1), (row g+8, same), (row g, 4i+2, 4i+3), (row g+8, same),
-// the first of a pair in the low 16 bits. In each 16-bit half the bits of pair j are
-//   NVFP4: magnitude at 9 - 3j, sign at bit 15, 12, 14, 13
+// the first of a pair in the low 16 bits:
+//   NVFP4: what nvfp4_pair gives
 //   FP6:   see below
 //   bf16:  a half; a word is four of them, product by product, see packed_bf16_at. Halves are
 //   exact:

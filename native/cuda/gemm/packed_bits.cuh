@@ -32,14 +32,41 @@ KSL_HD inline void e2m3_bytes(uint32_t first, uint32_t second, uint32_t third, u
   a[3] = e2m3_fourth(first, second, third);
 }
 
+// A word of NVFP4 holds pairs of codes, one of each half, as four words with the sign of a code at
+// bit 15 and its magnitude at bits 11 to 9, where a half has them: one shift at most for each.
+constexpr uint32_t kPairBits = 0x8e008e00u;
+KSL_HD inline uint32_t nvfp4_pair(uint32_t w, int pair) {
+  const uint32_t moved = pair == 0   ? w << 2
+                         : pair == 1 ? w ^ w << 6
+                         : pair == 2 ? w ^ w << 9
+                                     : w ^ turned_left(w, 29);
+  return moved & kPairBits;
+}
+// The word that gives these. What it gives of the exclusive or of two words is that of both.
+KSL_HD inline uint32_t nvfp4_word(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  constexpr uint32_t kSign = 0x80008000u, kHigh = 0x08000800u, kMiddle = 0x04000400u,
+                     kLow = 0x02000200u;
+  uint32_t w = a >> 2;
+  w |= (b ^ w << 6) & kSign;
+  w |= ((c ^ w) & kSign) >> 9;
+  w |= turned_left((d ^ w) & kSign, 3);
+  w |= (c ^ w << 9) & kHigh;
+  w |= (d ^ w >> 3) & kMiddle;
+  w |= ((b ^ w) & (kHigh | kMiddle | kLow)) >> 6;
+  w |= ((c ^ w) & (kMiddle | kLow)) >> 9;
+  w |= ((d ^ w) & (kHigh | kLow)) << 3;
+  return w;
+}
+
 KSL_HD inline PackedBits packed_bits(bool nvfp4, uint32_t code, int row, int k) {
   const int piece = k >> 6, lane = (row & 7) * 4 + (k >> 4 & 3), w = k >> 2 & 3;
   const int main = (piece * 32 + lane) * 16;
   if (nvfp4) {
     const int j = (k >> 1 & 1) * 2 + (row >> 3);
-    const int sign = j == 0 ? 15 : (j == 1 ? 12 : (j == 2 ? 14 : 13));
-    const uint32_t bits = (code & 7) << (9 - 3 * j) | (code >> 3) << sign;
-    return {{main + w * 4, 0, 0}, {bits << 16 * (k & 1), 0, 0}};
+    const uint32_t of = ((code & 7) << 9 | (code >> 3) << 15) << 16 * (k & 1);
+    const uint32_t bits =
+        nvfp4_word(j == 0 ? of : 0, j == 1 ? of : 0, j == 2 ? of : 0, j == 3 ? of : 0);
+    return {{main + w * 4, 0, 0}, {bits, 0, 0}};
   }
   // The third words of pieces 0 and 1 lie in the first 16 bytes of a lane, of 2 and 3 in its
   // second.

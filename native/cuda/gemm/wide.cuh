@@ -61,10 +61,9 @@ struct Codes<KSL_ENC_NVFP4> {
       upper = __byte_perm(both, 0, 0x3232);
     }
     const unsigned w = i == 0 ? words.x : (i == 1 ? words.y : (i == 2 ? words.z : words.w));
-    a[0] = wide_multiply(w & 0x8e008e00u, lower);
-    a[1] = wide_multiply(w << 3 & 0x8e008e00u, upper);
-    a[2] = wide_multiply((w << 6 & 0x0e000e00u) | (w << 1 & 0x80008000u), lower);
-    a[3] = wide_multiply((w << 9 & 0x0e000e00u) | (w << 2 & 0x80008000u), upper);
+#pragma unroll
+    for (int pair = 0; pair < 4; pair++)
+      a[pair] = wide_multiply(nvfp4_pair(w, pair), pair & 1 ? upper : lower);
   }
 };
 
