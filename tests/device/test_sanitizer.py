@@ -1,15 +1,25 @@
-"""compute-sanitizer over waves that launch every kernel once."""
+"""compute-sanitizer over waves that launch every kernel once, and over a ring like theirs in which
+a wait is left out: what racecheck would say of such a fault.
+
+It sees what warps of a block do to each other in shared memory, bulk copies included, where each
+reader arrives at the barrier of a stage by itself. Where one lane arrives for its warp it takes a
+ring that comes round for a race (`lane`), so that it cannot tell which one is, and so it does in
+clusters (tests/device/races.py). It sees nothing of device memory, neither between blocks nor
+between kernels (`across`). What rings of products and attention wait for is therefore also run on
+the host, where copies come as early or as late as they may (native/tests/emulated).
+"""
 
 from __future__ import annotations
 
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from kslserve.engine.cuda import CudaLibrary
 from tests.device.races import DISASSEMBLER, findings, functions, mangled
-from tests.device.sanitized import PROGRAM, TOOLS, under
+from tests.device.sanitized import PROGRAM, ROOT, TOOLS, under
 
 RACE = """
 ========= Error: Race reported between {} access at void ksl::<unnamed>::{}<(int)4, (bool)0>(A)+0x{}
@@ -68,6 +78,46 @@ def test_what_is_a_finding() -> None:
 @pytest.mark.parametrize("tool", TOOLS)
 def test_nothing_is_found(cuda: CudaLibrary, tool: str) -> None:
     for program in (PROGRAM, DISASSEMBLER):
-        if not (shutil.which(program) or Path("/usr/local/cuda/bin", program).exists()):
-            pytest.skip(f"no {program}")
+        found(program)
     assert "portable: " in under(tool)
+
+
+@pytest.fixture(scope="module")
+def races(cuda: CudaLibrary, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program of native/tests/races.cu."""
+    compiler, program = found("nvcc"), tmp_path_factory.mktemp("races") / "races"
+    source = ROOT / "native/tests/races.cu"
+    command = [compiler, "-std=c++17", "-O3", "-arch=sm_90a", str(source), "-o", str(program)]
+    subprocess.run(command, check=True, capture_output=True)
+    return program
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("fault", "seen"),
+    [
+        ("none", False),
+        ("stored", True),
+        ("copied", True),
+        ("unwaited", True),
+        ("refilled", True),
+        ("across", False),
+        ("lane", True),
+        ("lane-refilled", True),
+    ],
+)
+def test_a_race_is_seen(races: Path, fault: str, seen: bool) -> None:
+    """seen: whether racecheck reports one, which it should not of `none` and `lane`."""
+    command = [found(PROGRAM), "--tool", "racecheck", str(races), fault]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "RACECHECK SUMMARY: " in done.stdout
+    assert bool(findings(done.stdout, lambda *_: "")) == seen, done.stdout
+
+
+def found(program: str) -> str:
+    """A program of the toolkit; the test is skipped without it."""
+    path = shutil.which(program) or f"/usr/local/cuda/bin/{program}"
+    if not Path(path).exists():
+        pytest.skip(f"no {program}")
+    return path
