@@ -493,8 +493,8 @@ void fill_shape(Backend *b) {
 
 int launch(Backend *b) {
   if (!b->shaped) return forward(b, true);
-  const GraphShape shape = {kWavePart,    b->batch.n, b->shape_rows,
-                            b->head_jobs, b->multi,   b->head_direct};
+  const GraphShape shape = {kWavePart,      b->batch.n, b->shape_rows, b->head_jobs, b->multi,
+                            b->head_direct, 0};
   run_shaped(b, shape, [](Backend *of) { forward(of, false); });
   return KSL_OK;
 }
@@ -569,13 +569,14 @@ const BackendOps kCudaOps = {"cuda",  cuda_open,   cuda_info, cuda_run,
 
 }  // namespace
 
-void run_shaped(Backend *b, const GraphShape &shape, void (*work)(Backend *)) {
+void run_shaped(Backend *b, GraphShape shape, void (*work)(Backend *)) {
   const int needed = shape_chunks(b->most_position / kChunkKeys + 1);
   // No further than a table reaches, which is what scratch is made for.
   const int64_t most = static_cast<int64_t>(needed) * kChunkKeys,
                 table =
                     static_cast<int64_t>(b->config->max_blocks_per_slot) * b->config->block_tokens;
   b->most_position = static_cast<int>(most < table ? most : table) - 1;
+  shape.makes_heads = makes_heads(b);
   Graph *g = b->no_graphs ? nullptr : find_graph(b, shape);
   if (g) g->fewer = needed < g->chunks ? g->fewer + 1 : 0;
   const bool wanted =

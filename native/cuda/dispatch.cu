@@ -9,6 +9,12 @@
 
 namespace ksl {
 
+bool makes_heads(const Backend *b) {
+  return b->attn_tiles && !b->taps && !b->kv_only && !(b->trunk && b->multi) &&
+         attn_tile_makes_heads(&b->device, b->kv, b->spec->rotary_dims / 2, b->batch.n,
+                               b->most_position);
+}
+
 namespace {
 
 const Split kNoSplit = {nullptr, 0, 1.0f, 0, false, false, false};
@@ -348,13 +354,6 @@ KvLayer kv_layer(Backend *b, int layer) {
   kv.layer_offset = b->layers[layer].index * b->kv_layer_bytes;
   kv.first_key = layer == b->spec->layers ? 1 : 0;
   return kv;
-}
-
-// Whether attention makes the heads that it reads: of columns that are rows of their own.
-bool makes_heads(const Backend *b) {
-  return b->attn_tiles && !b->taps && !b->kv_only && !(b->trunk && b->multi) &&
-         attn_tile_makes_heads(&b->device, b->kv, b->spec->rotary_dims / 2, b->batch.n,
-                               b->most_position);
 }
 
 HeadsArgs heads_args(Backend *b, int layer) {

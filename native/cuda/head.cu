@@ -284,7 +284,7 @@ void mtp_propose(Backend *b) {
     b->later_draft = step > 0;
     b->head_direct = !b->taps && columns <= kHeadBatch;
     if (shaped) {
-      run_shaped(b, {kDraftPart, columns, 0, 0, b->later_draft, b->head_direct},
+      run_shaped(b, {kDraftPart, columns, 0, 0, b->later_draft, b->head_direct, 0},
                  [](Backend *of) { draft_columns(of, true); });
     } else {
       upload_columns(b, columns);

@@ -71,7 +71,7 @@ struct HeadJob {
 // device memory, but for the chunks of keys that attention is launched for: a graph has enough of
 // them, and others when it is updated.
 struct GraphShape {
-  int part, columns, rows, jobs, multi, head_direct;
+  int part, columns, rows, jobs, multi, head_direct, makes_heads;
 };
 enum { kWavePart, kDraftPart };
 struct Graph {
@@ -248,6 +248,9 @@ void tap_append(Backend *b, Tap tap, int layer, const float *data, int64_t strid
 // Logits of the first `vocab` ids for the first n columns of head_split, of which `in` is the
 // float32 form.
 void head_logits(Backend *b, const float *in, int n, int vocab);
+// Whether attention makes the heads that it reads: of few columns that are rows of their own, and
+// few keys.
+bool makes_heads(const Backend *b);
 // Which form the splits have for the columns of `batch`.
 void form_splits(Backend *b);
 void norm_columns(Backend *b, const float *gain, float *out, const Split &split, bool residual,
@@ -262,7 +265,7 @@ int shape_columns(int n);
 void blank_column(Backend *b, int column);
 // Runs `work`, which launches and does nothing else, as one launch where this shape was seen
 // before. Rounds most_position up.
-void run_shaped(Backend *b, const GraphShape &shape, void (*work)(Backend *));
+void run_shaped(Backend *b, GraphShape shape, void (*work)(Backend *));
 
 // ---- head.cu
 // Lists the columns of the head; uploads what it needs; run_head only launches.

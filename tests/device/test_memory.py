@@ -118,9 +118,11 @@ async def test_graphs_are_updated(cuda: CudaLibrary) -> None:
         await waves.begin(range(12))
         await every_length(waves)
         host, device = resident(), cuda.free_bytes()
+        made = engine.progress().graphs_made
+        assert made <= 10, "of each shape one for few keys and one for many"
         for _ in range(3):
             await every_length(waves)
-        assert engine.progress().graphs_made == 5
+        assert engine.progress().graphs_made == made
         assert resident() - host < 4 << 20
         assert device - cuda.free_bytes() < 4 << 20
 
