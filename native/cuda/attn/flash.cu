@@ -147,8 +147,10 @@ struct Pages {
   }
 };
 
-// A row of kBytes is read by 16 bytes: lane (key % 8, part % 4), so that a warp's stores to a panel
-// fill all banks. Packed keys and values come by 16-key group.
+// A row is read by 16 bytes, and packed keys and values come by 16-key group. Of eight keys four
+// lanes side by side ask for 64 bytes of one; what they get is staged in an order in which lane
+// (key % 8, part % 4) takes it out without conflicts, and that lane's stores to a panel fill all
+// banks.
 template <int kFormat>
 struct Loader {
   typedef Layout<kFormat> L;
@@ -156,14 +158,19 @@ struct Loader {
   uint8_t *memory;
   int warp, lane, thread;  // of the warpgroup
 
+  // Where a warp stages 16 bytes of eight keys and four parts.
+  __device__ static int staged_at(int key, int part) {
+    return key * 64 + ((part ^ (key >> 1)) & 3) * 16;
+  }
+
   // Passes of rows of 256 bytes: eight keys, one quarter of the row a warp.
   __device__ void ask256(int group, int staged, int scales, const Place &place, int offset,
                          int offset_of_scales, int left) const {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const int pass = group * 2 + i, key = pass * 8 + (lane & 7), part = warp * 4 + (lane >> 3);
+      const int pass = group * 2 + i, key = pass * 8 + (lane >> 2), part = warp * 4 + (lane & 3);
       const int row = place.row + (key & 15) * kv.kv_heads;
-      copy_async<16>(memory + staged + (pass * 128 + thread) * 16,
+      copy_async<16>(memory + staged + (pass * 4 + warp) * 512 + staged_at(lane >> 2, lane & 3),
                      place.base + (offset + row * 256 + part * 16), key < left);
     }
     const int key = group * 16 + (lane & 15), row = place.row + (lane & 15) * kv.kv_heads;
@@ -175,11 +182,12 @@ struct Loader {
     if constexpr (kFormat != KSL_KV_Q4) {
       ask256(group, L::kKStaged, L::kKScales, place, kv.k_offset, kv.k_scale_offset, left);
     } else {
-      const int key = (group * 2 + (warp >> 1)) * 8 + (lane & 7);
-      const int part = (warp & 1) * 4 + (lane >> 3);
+      const int key = (group * 2 + (warp >> 1)) * 8 + (lane >> 2);
+      const int part = (warp & 1) * 4 + (lane & 3);
       const int row = place.row + (key & 15) * kv.kv_heads;
-      copy_async<16>(memory + L::kKStaged + (group * 128 + thread) * 16,
-                     place.base + (kv.k_offset + row * 128 + part * 16), key < left);
+      copy_async<16>(
+          memory + L::kKStaged + (group * 4 + warp) * 512 + staged_at(lane >> 2, lane & 3),
+          place.base + (kv.k_offset + row * 128 + part * 16), key < left);
       copy_async<4>(memory + L::kKScales + (group * 128 + thread) * 4,
                     place.base + (kv.k_scale_offset + row * 32 + part * 4), key < left);
     }
@@ -197,7 +205,8 @@ struct Loader {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int pass = group * 2 + i, key = pass * 8 + (lane & 7);
-      codes[i] = *reinterpret_cast<const uint4 *>(memory + staged + (pass * 128 + thread) * 16);
+      codes[i] = *reinterpret_cast<const uint4 *>(memory + staged + (pass * 4 + warp) * 512 +
+                                                  staged_at(lane & 7, lane >> 3));
       scale[i] = reinterpret_cast<const float *>(memory + scales)[warp * kKeys + key];
     }
     taken();
@@ -212,9 +221,10 @@ struct Loader {
     if constexpr (kFormat != KSL_KV_Q4) {
       unpack256(group, L::kKStaged, L::kKScales, to, taken);
     } else {
-      const int slot = group * 128 + thread;
-      const uint4 codes = *reinterpret_cast<const uint4 *>(memory + L::kKStaged + slot * 16);
-      const __half2 pair = *reinterpret_cast<const __half2 *>(memory + L::kKScales + slot * 4);
+      const uint8_t *const from = memory + L::kKStaged + (group * 4 + warp) * 512;
+      const uint4 codes = *reinterpret_cast<const uint4 *>(from + staged_at(lane & 7, lane >> 3));
+      const __half2 pair = *reinterpret_cast<const __half2 *>(
+          memory + L::kKScales + (group * 128 + warp * 32 + (lane & 7) * 4 + (lane >> 3)) * 4);
       taken();
       const int key = (group * 2 + (warp >> 1)) * 8 + (lane & 7);
       const int part = (warp & 1) * 4 + (lane >> 3);
@@ -227,9 +237,10 @@ struct Loader {
   }
 
   // Rows of 512 bytes straight to their places; a thread then rounds what it asked for itself.
+  // Eight lanes side by side have keys k and k + 4, whose parts lie in different banks.
   __device__ int place512(int pass, int *key, int *part) const {
-    *key = pass / 2 * 8 + (lane & 7);
-    *part = (pass & 1) * 16 + warp * 4 + (lane >> 3);
+    *key = pass / 2 * 8 + (lane >> 2 & 1) * 4 + (lane >> 3);
+    *part = (pass & 1) * 16 + warp * 4 + (lane & 3);
     return (*part >> 3) * kPanel + swizzled(*key, *part & 7);
   }
   __device__ void ask512(uint8_t *to, const Place (&place)[4], int offset, int left) const {
