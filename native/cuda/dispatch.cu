@@ -497,7 +497,7 @@ void stage_mlp_down(void *context, int layer) {
   Split split = kNoSplit;
   const bool inner = layer + 1 < s->layers;
   const Group *reader = nullptr;
-  if (!inner && b->head_direct) split = head_split_of(b);
+  if (!inner && b->head_direct) split = head_split_of(b, b->batch.n);
   if (layer == s->layers) {
     gain = b->mtp_norm;
     out = b->chain;
@@ -554,7 +554,7 @@ void stage_mtp_head(void *context, int) {
     for (int i = 0; i < n; i++) b->job_columns[i] = first + i;
     upload(b, b->d_job_columns, b->job_columns, n * sizeof(int32_t));
     gather_columns(&b->device, b->chain, b->hidden_stride, b->spec->hidden, b->d_job_columns,
-                   b->head_in, head_split_of(b), n);
+                   b->head_in, head_split_of(b, n), n);
     head_logits(b, b->head_in, n, b->spec->vocab);
     tap_append(b, kTapMtpLogits, 0, b->logits, b->vocab_stride, n, 1, b->spec->vocab, 0);
   }
@@ -674,8 +674,10 @@ void form_splits(Backend *b) {
   const bool wide = b->wide && b->batch.n > kWideTokens;
   Split *const splits[] = {&b->hidden_split, &b->value_split, &b->query_split, &b->mlp_split,
                            &b->mtp_split};
-  for (Split *split : splits)
+  for (Split *split : splits) {
     split->groups = wide ? divide_up(b->column_capacity, kPanelTokens) : 0;
+    split->rows = quads_take(b->major, b->batch.n);
+  }
 }
 
 void head_logits(Backend *b, const float *in, int n, int vocab) {
@@ -686,7 +688,7 @@ void head_logits(Backend *b, const float *in, int n, int vocab) {
     head.packed[0].parts[0].rows = vocab;
   }
   if (head.n_plain > 0 && vocab < head.plain[0].rows) head.plain[0].rows = vocab;
-  gemm_group(&b->device, head, in, b->hidden_stride, b->head_split, &output, nullptr, n);
+  gemm_group(&b->device, head, in, b->hidden_stride, head_split_of(b, n), &output, nullptr, n);
 }
 
 void norm_columns(Backend *b, const float *gain, float *out, const Split &split, bool residual,

@@ -54,9 +54,10 @@ void take(Backend *b, RowPlan *row, int offset, int32_t sampled) {
 
 }  // namespace
 
-Split head_split_of(const Backend *b) {
+Split head_split_of(const Backend *b, int n) {
   Split split = b->head_split;
   if (b->head.n_packed == 0) split.data = nullptr;
+  split.rows = quads_take(b->major, n);
   return split;
 }
 
@@ -118,7 +119,7 @@ void run_head(Backend *b) {
       for (int i = 0; i < n; i++) columns[i] = first + i;
       upload(b, b->d_job_columns, columns, n * sizeof(int32_t));
       gather_columns(&b->device, b->final, b->hidden_stride, s->hidden, b->d_job_columns,
-                     b->head_in, head_split_of(b), n);
+                     b->head_in, head_split_of(b, n), n);
       head_logits(b, b->head_in, n, s->vocab);
       tap_append(b, kTapLogits, 0, b->logits, b->vocab_stride, n, 1, s->vocab, 0);
     }
@@ -128,7 +129,7 @@ void run_head(Backend *b) {
     const int n = b->head_jobs - first < kHeadBatch ? b->head_jobs - first : kHeadBatch;
     if (!b->head_direct)
       gather_columns(&b->device, b->final, b->hidden_stride, s->hidden, b->d_head_columns + first,
-                     b->head_in, head_split_of(b), n);
+                     b->head_in, head_split_of(b, n), n);
     head_logits(b, b->head_direct ? b->final : b->head_in, n, s->vocab);
     // Jobs of SCORE rows are sampled too where they lie among others; nobody reads those.
     bool any = false;
@@ -216,7 +217,7 @@ void draft_columns(Backend *b, bool fetches) {
     const int part = n - first < kHeadBatch ? n - first : kHeadBatch;
     if (!b->head_direct)
       gather_columns(&b->device, b->chain, b->hidden_stride, s->hidden, b->d_job_columns + first,
-                     b->head_in, head_split_of(b), part);
+                     b->head_in, head_split_of(b, part), part);
     head_logits(b, b->head_direct ? b->chain : b->head_in, part, vocab);
     sample_drafts(&b->device, b->slot_arrays, b->d_sample_jobs + first, part, vocab,
                   b->config->draft_margin, b->logits, b->sampling, b->vocab_stride, b->ids + first);

@@ -271,7 +271,7 @@ void run_shaped(Backend *b, GraphShape shape, void (*work)(Backend *));
 // Lists the columns of the head; uploads what it needs; run_head only launches.
 void plan_head(Backend *b);
 void upload_head(Backend *b);
-Split head_split_of(const Backend *b);
+Split head_split_of(const Backend *b, int n);  // for n columns
 void run_head(Backend *b);
 void finish_head(Backend *b);
 void mtp_follow(Backend *b);

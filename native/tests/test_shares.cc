@@ -48,6 +48,8 @@ void go_through(const Room &room, int most_warps, bool *any_joined) {
         for (int groups = 1; groups <= 4; groups *= 2)
           check(ksl::stream_many_bytes(s, weights, 2, tiles_of, groups) <= most, "stream_many", m,
                 room);
+      // Of stream_quads that of the fewest tokens, which takes what no other does.
+      check(ksl::stream_quads_bytes(s, weights, 2, 2, 2) <= most, "stream_quads", m, room);
       const int range = (supers + s.slices - 1) / s.slices;
       if (m.cols <= 17408)
         check(ksl::stream_few_bytes(s, weights, 2, range, 1) <= most, "stream_few", m, room);

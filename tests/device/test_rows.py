@@ -77,7 +77,8 @@ def test_sums_of_slices(opened: Opener, policy: str) -> None:
     driver = opened(spec, tiny_tensors(spec, tiny_arrays(spec), policy))
     whole = driver.begin(0)
     whole.prefill(IDS[:64])
-    for slot, plan in enumerate(([1] * 64, [2] * 32, [8, 3, 1, 9, 4, 2, 1, 5, 7] * 2), 1):
+    plans = ([1] * 64, [2] * 32, [8, 3, 1, 9, 4, 2, 1, 5, 7] * 2, [17, 32, 15], [12, 20, 32])
+    for slot, plan in enumerate(plans, 1):
         split = driver.begin(slot)
         split.prefill(IDS[:64], plan)
         assert images(split) == images(whole), plan

@@ -95,7 +95,7 @@ CASES = {"test_emulated_prompt": 9, "test_emulated_delta": 3, "test_emulated_til
 STREAM_CASES = {"a": 40, "b": 24, "sum": 24}
 ORDERS = [(str(warp), copies) for warp in range(6) for copies in ("late", "early")]
 # Not run by a program, but beside what it runs.
-OTHER_KERNELS = ("block_scaled.cuh", "wide.cuh", "wide_fp8.cuh")
+OTHER_KERNELS = ("block_scaled.cuh", "quads.cuh", "wide.cuh", "wide_fp8.cuh")
 PACE = ("stream.cuh: bulk_wait(shared_at(&loaded), 0);",)  # lets others go first, which may be late
 
 

@@ -2,8 +2,9 @@
 //
 // Waves of few tokens: in the order of the B fragments of an m16n8k16 product, so that the
 // fragments of eight tokens and 256 input elements are 4 KiB in one piece. Of 64 input elements a
-// lane (token n = lane / 4, s = lane % 4) holds the 16 from 16 s on, as two parts of 8. Waves of
-// many tokens: a panel, in the same memory.
+// lane (token n = lane / 4, s = lane % 4) holds the 16 from 16 s on, as two parts of 8. Where four
+// warps multiply together, the same KiB of eight tokens and 64 elements has rows of a panel
+// instead. Waves of many tokens: a panel, in the same memory.
 #pragma once
 #include "panel.cuh"
 
@@ -22,6 +23,7 @@ struct Split {
   bool direct;   // its packed readers all do: who has a whole token writes that at once
   bool scaled;   // a panel is for block_scaled.cuh, and e4m3 is not set
   bool halves = false;  // bf16 rows beside packed ones read the panel: it is written even if direct
+  bool rows = false;    // no panel, but its rows, for quads.cuh
 };
 
 __host__ __device__ inline Panel panel_of(const Split &split) {
@@ -43,9 +45,18 @@ __device__ inline __half *split_at(const Split &to, int token, int k) {
          lane * 8;
 }
 
+// The row that has element k of a token; panel_byte says where.
+__device__ inline uint8_t *split_row(const Split &to, int token, int k) {
+  return reinterpret_cast<uint8_t *>(to.data) +
+         (static_cast<int64_t>(token >> 3) * to.pieces + (k >> 6)) * 1024 + (token & 7) * 128;
+}
+
 __device__ inline void split_store(const Split &to, int token, int k, float value) {
   if (to.groups > 0)
     panel_store(panel_of(to), token, k, value);
+  else if (to.rows)
+    *reinterpret_cast<__half *>(split_row(to, token, k) + panel_byte(token, k)) =
+        __float2half_rn(value * to.scale);
   else
     split_at(to, token, k & ~7)[k & 7] = __float2half_rn(value * to.scale);
 }
@@ -54,6 +65,9 @@ __device__ inline void split_store(const Split &to, int token, int k, float valu
 __device__ inline void split_store2(const Split &to, int token, int k, float first, float second) {
   if (to.groups > 0)
     panel_store2(panel_of(to), token, k, first, second);
+  else if (to.rows)
+    *reinterpret_cast<__half2 *>(split_row(to, token, k) + panel_byte(token, k)) =
+        __floats2half2_rn(first * to.scale, second * to.scale);
   else
     *reinterpret_cast<__half2 *>(split_at(to, token, k & ~7) + (k & 7)) =
         __floats2half2_rn(first * to.scale, second * to.scale);
@@ -70,6 +84,13 @@ __device__ inline void split_store8(const Split &to, int token, int k, const flo
   for (int i = 0; i < 4; i++)
     halves[i] = __halves2half2(__float2half_rn(values[2 * i] * to.scale),
                                __float2half_rn(values[2 * i + 1] * to.scale));
+  if (to.rows) {
+    uint8_t *const row = split_row(to, token, k);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      *reinterpret_cast<__half2 *>(row + panel_byte(token, k + 2 * i)) = halves[i];
+    return;
+  }
   *reinterpret_cast<uint4 *>(split_at(to, token, k)) = *reinterpret_cast<const uint4 *>(halves);
 }
 

@@ -137,8 +137,14 @@ __device__ inline void split_store4(const Split &to, int token, int k, const flo
   alignas(8)
       const __half halves[4] = {__float2half_rn(v.x * to.scale), __float2half_rn(v.y * to.scale),
                                 __float2half_rn(v.z * to.scale), __float2half_rn(v.w * to.scale)};
-  *reinterpret_cast<uint2 *>(split_at(to, token, k & ~7) + (k & 4)) =
-      *reinterpret_cast<const uint2 *>(halves);
+  const uint2 both = *reinterpret_cast<const uint2 *>(halves);
+  if (to.rows) {
+    uint8_t *const row = split_row(to, token, k);
+    *reinterpret_cast<unsigned *>(row + panel_byte(token, k)) = both.x;
+    *reinterpret_cast<unsigned *>(row + panel_byte(token, k + 2)) = both.y;
+    return;
+  }
+  *reinterpret_cast<uint2 *>(split_at(to, token, k & ~7) + (k & 4)) = both;
 }
 
 }  // namespace ksl

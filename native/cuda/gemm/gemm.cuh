@@ -15,6 +15,11 @@ namespace ksl {
 constexpr int kGroupParts = 4;
 // Waves of more tokens are multiplied by the wide kernels, where the device has them.
 constexpr int kWideTokens = 64;
+// Whether four warps multiply together, whose splits have rows: on sm_90a, of so many tokens that
+// it pays.
+inline bool quads_take(int major, int tokens) {
+  return major == 9 && tokens > 2 * kTileTokens && tokens <= kWideTokens;
+}
 
 struct Output {
   float *y;

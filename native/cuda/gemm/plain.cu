@@ -89,7 +89,9 @@ void gemm_group(Device *device, const Group &group, const float *x, int x_stride
     } else if (split.groups > 0) {
       wide_product(device, m, panel_of(split), outputs, pair, tokens);
     } else {
-      if (m.encoding == KSL_ENC_E2M3)
+      if (split.rows)
+        stream_quads(device, m, split, outputs, pair, rows, tokens);
+      else if (m.encoding == KSL_ENC_E2M3)
         stream_e2m3(device, m, split, outputs, pair, rows, tokens, norm);
       else if (m.encoding == KSL_ENC_BF16)
         stream_bf16(device, m, split, outputs, pair, rows, tokens, norm);

@@ -172,6 +172,9 @@ inline int plain_fetch_bytes(const PlainArgs &a) {
 // The kernels of stream.cuh. plain: rows that read the same input and are computed beside it.
 void stream_e2m3(Device *device, const Packed &m, const Split &x, const Output *outputs,
                  const PairOutput *pair, const PlainArgs &plain, int tokens, const InputNorm *norm);
+// Of a split with rows.
+void stream_quads(Device *device, const Packed &m, const Split &x, const Output *outputs,
+                  const PairOutput *pair, const PlainArgs &plain, int tokens);
 void stream_nvfp4(Device *device, const Packed &m, const Split &x, const Output *outputs,
                   const PairOutput *pair, const PlainArgs &plain, int tokens,
                   const InputNorm *norm);

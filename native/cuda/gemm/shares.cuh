@@ -53,6 +53,17 @@ constexpr int64_t stream_many_bytes(const Shares &s, int weights, int stages, in
                                              (s.ways - 1) * tiles * groups * 512;
 }
 
+// Bytes of stream_quads, whose tiles fill up fours of warps: so many stages of weights, and of
+// activations, each of half a block's elements.
+constexpr int kQuad = 4, kHalfBytes = kSuperBytes / 2;
+constexpr int64_t stream_quads_bytes(const Shares &s, int weights, int stages, int x_stages,
+                                     int eights) {
+  return stages * (static_cast<int64_t>(s.ways) * s.set_tiles * weights + 16) +
+         x_stages * (static_cast<int64_t>(s.ways) * eights * kHalfBytes + 16) +
+         static_cast<int64_t>((s.set_tiles + kQuad - 1) / kQuad * kQuad) * (s.ways - 1) * eights *
+             512;
+}
+
 // Whether the blocks of a product make the norm of what it reads, `runs` times 256 elements of each
 // token: a warp has a run, and all but one, which fetches, take part; a block writes one of the new
 // residual. floats: plain rows read it, and their place holds the weights of the norm before; else

@@ -38,7 +38,7 @@ struct StreamArgs {
   int supers, tiles, set_tiles, ways, slices, shares;
   int joins, slice_ways;     // slices that a block adds, and the ways of each
   int steps;                 // of the longest chain
-  int stages;                // of a ring
+  int stages, x_stages;      // of a ring; of one for activations, where they have their own
   int plain_warps;           // of a block
   int plain_half, plain_at;  // of a ring for plain rows, 0: there is none; where it lies
   int plain_bytes;           // of a plain row behind what it meets in shared memory; 0: it is not

@@ -1,7 +1,7 @@
 // Instructions of sm_90a: products of a group of four warps with operand A in registers, the
 // barriers of shared memory and the bulk copies that complete on them.
 #pragma once
-#include <stdint.h>
+#include "../common/bulk.cuh"
 
 namespace ksl {
 namespace {
@@ -10,6 +10,10 @@ namespace {
 #define KSL_SUMS(i) \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
   "+f"(d[i + 6]), "+f"(d[i + 7])
+#define KSL_LIST_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define KSL_SUMS_8 KSL_SUMS(0)
+#define KSL_LIST_16 KSL_LIST_8 ", " "%8, %9, %10, %11, %12, %13, %14, %15"
+#define KSL_SUMS_16 KSL_SUMS_8, KSL_SUMS(8)
 #define KSL_LIST_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define KSL_SUMS_32 KSL_SUMS(0), KSL_SUMS(8), KSL_SUMS(16), KSL_SUMS(24)
 #define KSL_LIST_48 KSL_LIST_32 ", " "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
@@ -38,6 +42,22 @@ namespace {
 template <int kColumns>
 struct Wgmma;
 // clang-format off
+template <>
+struct Wgmma<16> {
+  template <bool kHalf>
+  __device__ static void run(float (&d)[8], const unsigned (&a)[4], uint64_t b, int add) {
+    static_assert(kHalf, "few columns are halves");
+    KSL_WGMMA("m64n16k16.f32.f16.f16", KSL_LIST_8, "{%8, %9, %10, %11}", "%12", "%13", ", 0", KSL_SUMS_8);
+  }
+};
+template <>
+struct Wgmma<32> {
+  template <bool kHalf>
+  __device__ static void run(float (&d)[16], const unsigned (&a)[4], uint64_t b, int add) {
+    static_assert(kHalf, "few columns are halves");
+    KSL_WGMMA("m64n32k16.f32.f16.f16", KSL_LIST_16, "{%16, %17, %18, %19}", "%20", "%21", ", 0", KSL_SUMS_16);
+  }
+};
 template <>
 struct Wgmma<64> {
   template <bool kHalf>
@@ -136,9 +156,10 @@ __device__ inline unsigned shared_address(const void *p) {
 
 // Rows of 128 bytes with swizzled chunks, eight of them 1024 bytes; `address` may lie 32, 64 or 96
 // bytes behind the start of such a group.
-__device__ inline uint64_t panel_descriptor(unsigned address) {
-  return static_cast<uint64_t>(address >> 4 & 0x3fff) | uint64_t{1} << 16 | uint64_t{64} << 32 |
-         uint64_t{1} << 62;
+// apart: bytes from eight rows to the next.
+__device__ inline uint64_t panel_descriptor(unsigned address, int apart = 1024) {
+  return static_cast<uint64_t>(address >> 4 & 0x3fff) | uint64_t{1} << 16 |
+         static_cast<uint64_t>(apart >> 4) << 32 | uint64_t{1} << 62;
 }
 
 __device__ inline void barrier_init(unsigned barrier, int count) {
@@ -180,13 +201,6 @@ __device__ inline void cluster_sync() {
                    : "memory");
 }
 
-__device__ inline void bulk_load(unsigned to, const void *from, unsigned bytes, unsigned barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(to),
-      "l"(from), "r"(bytes), "r"(barrier)
-      : "memory");
-}
 // To the same place of every block in `mask`.
 __device__ inline void bulk_load_all(unsigned to, const void *from, unsigned bytes,
                                      unsigned barrier, uint16_t mask) {
