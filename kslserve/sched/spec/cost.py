@@ -22,7 +22,6 @@ PROBE = 3  # plain waves that are measured at a time; and before anything is dra
 PROBE_SOON, PROBE_SELDOM = 16, 96  # waves with drafts between two such times, at first and most
 STEADY = 1.15  # factor up to which two probes found the same pace
 STEP = 0.1  # most that one measurement moves a figure
-COLD = 16  # waves without drafts behind which one with some finds nothing of its own in caches
 CLIP = 3.0  # drafts are charged with at most so many times what their wave was expected to take
 FRESH = 16  # waves for which a table of multiples serves, once they are sure
 # Part of the time that looks for drafts may take where they find nothing; the waves between two of
@@ -54,8 +53,8 @@ class RowCosts:
     drafts saved since the last probe, which whoever charges for them keeps."""
 
     __slots__ = (
-        "_cold", "_drafted", "_every", "_last", "_least", "_pace", "_plain_ms", "_prices", "_probe",
-        "_table", "_table_until", "_told", "_waves", "gain", "rows", "saved",
+        "_every", "_last", "_least", "_pace", "_plain_ms", "_prices", "_probe", "_table",
+        "_table_until", "_told", "_waves", "gain", "rows", "saved",
     )  # fmt: skip
 
     def __init__(self, rows: int) -> None:
@@ -70,8 +69,6 @@ class RowCosts:
         self._waves: list[tuple[int, float]] = []  # with drafts since then: their number, and ms
         self._told = 0.0  # how much longer than plain ones those were said to take
         self._every = PROBE_SOON
-        self._drafted = -COLD  # the last wave with drafts
-        self._cold = False  # it was the first one after long, and did not count
         self._table: list[float] = []
         self._least: dict[float, float] = {}
         self._table_until = 0
@@ -91,21 +88,16 @@ class RowCosts:
     def observe(self, columns: int, ms: float, wave: int) -> float:
         """A wave of so many columns, drafts among them, took `ms`. wave: its id, larger than any
         before. How much longer than a plain one such a wave takes, in plain ones, as far as that
-        is known yet. The first one after long says nothing of others, since it takes several
-        times as long as those behind it; but where none follows it, the next one does."""
+        is known yet."""
         prices, extra = self._prices, columns - self.rows
         if self.known:
             prices.now = wave
+            self._waves.append((extra, ms))
             self._probe.clear()
+            sure = prices.sure(extra)
             expected = self._multiple(extra)
             # Where it is not known what such waves take, this one may have been held up.
             most = CLIP * expected - 1.0
-            self._cold = not self._cold and wave - self._drafted > COLD
-            self._drafted = wave
-            if self._cold:
-                return min(ms / self._pace - 1.0, most)
-            self._waves.append((extra, ms))
-            sure = prices.sure(extra)
             excess = min(prices.observe(extra, ms / self._pace - 1.0), most)
             if sure:
                 self._went(ms / expected)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from kslserve.sched.spec.acceptance import Kept
 from kslserve.sched.spec.allowance import EARNED, FIRST, MOST, PART, Allowance
 from kslserve.sched.spec.cost import (
-    COLD,
     LOOKS,
     PACE_MAX,
     PACE_MIN,
@@ -32,7 +31,7 @@ class Measured(RowCosts):
 
     def __init__(self, rows: int, plain_ms: float = 0.0) -> None:
         super().__init__(rows)
-        self.wave = self._drafted = 0
+        self.wave = 0
         if plain_ms:
             self.see(rows, plain_ms, PROBE)
 
@@ -201,21 +200,6 @@ def test_a_table_of_times() -> None:
     assert len(times) == NUMBERS[-1] + 1
     assert least == pytest.approx(2 * (times[4] - 1.0) / 4)
     assert costs.table(4, gain=1.1)[1] > least
-
-
-def test_the_first_drafts_after_long_say_nothing_of_others() -> None:
-    costs = Measured(1, 10.0)
-    for _ in range(5):
-        costs.wave += COLD
-        costs.see(2, 60.0)
-        costs.see(2, 11.0)
-    assert costs.ms(2) == pytest.approx(11.0)
-    # Where none follow, there is nothing else to learn from.
-    for _ in range(2 * SURE + 3):
-        costs.wave += COLD
-        costs.see(2, 25.0)
-        costs.see(1, 10.0, PROBE)
-    assert costs.ms(2) > 20.0
 
 
 def test_a_price_that_was_not_seen_for_long_is_learnt_anew() -> None:
