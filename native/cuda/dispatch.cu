@@ -551,8 +551,9 @@ void stage_mtp_head(void *context, int) {
   if (!wants_tap(b->wave, "mtp_logits", false)) return;
   for (int first = 0; first < b->batch.n; first += kHeadBatch) {
     const int n = b->batch.n - first < kHeadBatch ? b->batch.n - first : kHeadBatch;
-    for (int i = 0; i < n; i++) b->job_columns[i] = first + i;
-    upload(b, b->d_job_columns, b->job_columns, n * sizeof(int32_t));
+    int32_t columns[kHeadBatch];
+    for (int i = 0; i < n; i++) columns[i] = first + i;
+    upload(b, b->d_job_columns, columns, n * sizeof(int32_t));
     gather_columns(&b->device, b->chain, b->hidden_stride, b->spec->hidden, b->d_job_columns,
                    b->head_in, head_split_of(b, n), n);
     head_logits(b, b->head_in, n, b->spec->vocab);
