@@ -548,17 +548,7 @@ void stage_mtp_input(void *context, int) {
 
 void stage_mtp_head(void *context, int) {
   Backend *b = static_cast<Backend *>(context);
-  if (!wants_tap(b->wave, "mtp_logits", false)) return;
-  for (int first = 0; first < b->batch.n; first += kHeadBatch) {
-    const int n = b->batch.n - first < kHeadBatch ? b->batch.n - first : kHeadBatch;
-    int32_t columns[kHeadBatch];
-    for (int i = 0; i < n; i++) columns[i] = first + i;
-    upload(b, b->d_job_columns, columns, n * sizeof(int32_t));
-    gather_columns(&b->device, b->chain, b->hidden_stride, b->spec->hidden, b->d_job_columns,
-                   b->head_in, head_split_of(b, n), n);
-    head_logits(b, b->head_in, n, b->spec->vocab);
-    tap_append(b, kTapMtpLogits, 0, b->logits, b->vocab_stride, n, 1, b->spec->vocab, 0);
-  }
+  if (wants_tap(b->wave, "mtp_logits", false)) tap_logits(b, b->chain, kTapMtpLogits);
 }
 
 const StageSpan kInputSpans[] = {{0, 0, stage_embed}};

@@ -110,20 +110,24 @@ void upload_head(Backend *b) {
   upload(b, b->d_logprob_jobs, b->logprob_jobs, b->n_logprob_jobs * sizeof(LogprobJob));
 }
 
+void tap_logits(Backend *b, const float *from, Tap tap) {
+  const ModelSpec *s = b->spec;
+  for (int first = 0; first < b->batch.n; first += kHeadBatch) {
+    const int n = b->batch.n - first < kHeadBatch ? b->batch.n - first : kHeadBatch;
+    // Not what is pinned: a copy from there may still be read when the next is planned.
+    int32_t columns[kHeadBatch];
+    for (int i = 0; i < n; i++) columns[i] = first + i;
+    upload(b, b->d_job_columns, columns, n * sizeof(int32_t));
+    gather_columns(&b->device, from, b->hidden_stride, s->hidden, b->d_job_columns, b->head_in,
+                   head_split_of(b, n), n);
+    head_logits(b, b->head_in, n, s->vocab);
+    tap_append(b, tap, 0, b->logits, b->vocab_stride, n, 1, s->vocab, 0);
+  }
+}
+
 void run_head(Backend *b) {
   const ModelSpec *s = b->spec;
-  if (b->taps && wants_tap(b->wave, "logits", false)) {
-    for (int first = 0; first < b->batch.n; first += kHeadBatch) {
-      const int n = b->batch.n - first < kHeadBatch ? b->batch.n - first : kHeadBatch;
-      int32_t columns[kHeadBatch];
-      for (int i = 0; i < n; i++) columns[i] = first + i;
-      upload(b, b->d_job_columns, columns, n * sizeof(int32_t));
-      gather_columns(&b->device, b->final, b->hidden_stride, s->hidden, b->d_job_columns,
-                     b->head_in, head_split_of(b, n), n);
-      head_logits(b, b->head_in, n, s->vocab);
-      tap_append(b, kTapLogits, 0, b->logits, b->vocab_stride, n, 1, s->vocab, 0);
-    }
-  }
+  if (b->taps && wants_tap(b->wave, "logits", false)) tap_logits(b, b->final, kTapLogits);
   int logprob = 0;
   for (int first = 0; first < b->head_jobs; first += kHeadBatch) {
     const int n = b->head_jobs - first < kHeadBatch ? b->head_jobs - first : kHeadBatch;

@@ -273,6 +273,8 @@ void plan_head(Backend *b);
 void upload_head(Backend *b);
 Split head_split_of(const Backend *b, int n);  // for n columns
 void run_head(Backend *b);
+// Logits of all columns of `from`, a tap.
+void tap_logits(Backend *b, const float *from, Tap tap);
 void finish_head(Backend *b);
 void mtp_follow(Backend *b);
 void mtp_propose(Backend *b);
