@@ -64,11 +64,7 @@ __device__ inline void quads(const StreamArgs &a) {
   __syncthreads();
   if (warp > consumers + 1) {
     if (blockIdx.y > 0) return;
-    if (a.plain_half > 0)
-      plain_rows_ring({a.plain_warps, 2 * a.plain_half, memory + a.plain_at}, a.plain,
-                      warp - consumers - 2, lane);
-    else
-      take_plain(a, warp - consumers - 2, lane);
+    take_plain_beside(a, memory, warp - consumers - 2, lane);
     return;
   }
   const Share share(a);

@@ -220,6 +220,14 @@ __device__ inline void take_plain(const StreamArgs &a, int warp, int lane) {
   }
 }
 
+// The same through their ring, if they have one: `memory` is the block's.
+__device__ inline void take_plain_beside(const StreamArgs &a, uint8_t *memory, int warp, int lane) {
+  if (a.plain_half > 0)
+    plain_rows_ring({a.plain_warps, 2 * a.plain_half, memory + a.plain_at}, a.plain, warp, lane);
+  else
+    take_plain(a, warp, lane);
+}
+
 // Warps [0, warps) of a block meet.
 __device__ inline void meet(int warps) {
   asm volatile("bar.sync 1, %0;" ::"r"(warps * 32) : "memory");
@@ -387,11 +395,8 @@ __device__ inline void few(const StreamArgs &a) {
   } else if (warp > warps) {
     if constexpr (kBeside)
       take_few_plain<kTokens>(a, lane);
-    else if (a.plain_half > 0)
-      plain_rows_ring({a.plain_warps, 2 * a.plain_half, memory + a.plain_at}, a.plain,
-                      warp - warps - 1, lane);
     else
-      take_plain(a, warp - warps - 1, lane);
+      take_plain_beside(a, memory, warp - warps - 1, lane);
     return;
   }
   const Share share(a);
@@ -533,11 +538,7 @@ __device__ inline void many(const StreamArgs &a) {
   __syncthreads();
   if (warp > consumers) {
     if (blockIdx.y > 0) return;
-    if (a.plain_half > 0)
-      plain_rows_ring({a.plain_warps, 2 * a.plain_half, memory + a.plain_at}, a.plain,
-                      warp - consumers - 1, lane);
-    else
-      take_plain(a, warp - consumers - 1, lane);
+    take_plain_beside(a, memory, warp - consumers - 1, lane);
     return;
   }
   const Share share(a);
