@@ -12,35 +12,55 @@ struct Case {
   std::vector<RowInfo> rows;  // none: every column is one
 };
 
+// Both kernels over a cache. Of the caller are the gates, a's queries or the heads that make them.
 // Spans are units where a launch has many of them; then there is room for more keys than there are.
+struct Launch {
+  int width, most_position;
+  int64_t room;
+  std::vector<float> gates, pregate, gated, partial;
+  TileArgs a = {};
+  GateArgs gate = {};
+
+  Launch(const Cache &cache, int format, const Case &of, bool spans)
+      : width(kHeads * cache.kv.head_dim),
+        most_position(spans ? 64 * 4 * kManySpans : kTable * kTokens - 1) {
+    const int n = static_cast<int>(of.slot.size());
+    room = static_cast<int64_t>(n) * kHeads * (most_position / 64 + 1);
+    gates.resize(static_cast<size_t>(2 * n * width));
+    pregate.assign(static_cast<size_t>(n * width), NAN);
+    gated = pregate;
+    partial.assign(static_cast<size_t>(room * (cache.kv.head_dim + 2)), NAN);
+    a.columns = {nullptr, of.position.data(), of.slot.data(), of.row.data(), nullptr, n};
+    a.kv = cache.kv;
+    a.format = format;
+    a.heads = kHeads;
+    a.rows = of.rows.empty() ? nullptr : of.rows.data();
+    a.n = n;
+    a.partial = partial.data();
+    gate.query_gate = gates.data();
+    gate.query_gate_stride = 2 * width;
+    gate.stride = width;
+    gate.pregate = pregate.data();
+    gate.gated = gated.data();
+  }
+  Launch(const Launch &) = delete;
+  void run(const HeadsArgs *heads) {
+    Device device = {};
+    attn_tile(&device, a, heads, gate, most_position, room);
+  }
+};
+
 bool compare(const Cache &cache, int format, const char *name, const Case &of, bool spans,
              emulated::Random *random) {
-  const int d = cache.kv.head_dim, n = static_cast<int>(of.slot.size()), width = kHeads * d;
-  const int most_position = spans ? 64 * 4 * kManySpans : kTable * kTokens - 1;
-  std::vector<float> q(static_cast<size_t>(n * width)), gates(2 * q.size());
-  std::vector<float> pregate(q.size(), NAN), gated(q.size(), NAN);
+  const int d = cache.kv.head_dim, n = static_cast<int>(of.slot.size());
+  Launch launch(cache, format, of, spans);
+  const int width = launch.width;
+  std::vector<float> q(static_cast<size_t>(n * width));
   for (float &x : q) x = random->normal() * 0.7f;
-  for (float &x : gates) x = random->normal();
-  const int64_t room = static_cast<int64_t>(n) * kHeads * (most_position / 64 + 1);
-  std::vector<float> partial(static_cast<size_t>(room * (d + 2)), NAN);
-  TileArgs a = {};
-  a.columns = {nullptr, of.position.data(), of.slot.data(), of.row.data(), nullptr, n};
-  a.kv = cache.kv;
-  a.format = format;
-  a.q = q.data();
-  a.q_stride = width;
-  a.heads = kHeads;
-  a.rows = of.rows.empty() ? nullptr : of.rows.data();
-  a.n = n;
-  a.partial = partial.data();
-  GateArgs gate = {};
-  gate.query_gate = gates.data();
-  gate.query_gate_stride = 2 * width;
-  gate.stride = width;
-  gate.pregate = pregate.data();
-  gate.gated = gated.data();
-  Device device = {};
-  attn_tile(&device, a, nullptr, gate, most_position, room);
+  for (float &x : launch.gates) x = random->normal();
+  launch.a.q = q.data();
+  launch.a.q_stride = width;
+  launch.run(nullptr);
 
   std::vector<float> found, found_gated;
   std::vector<double> right, right_gated;
@@ -50,9 +70,10 @@ bool compare(const Cache &cache, int format, const char *name, const Case &of, b
       const std::vector<double> values =
           attend(cache, format, of.slot[column], head / kGroup, &q[first], of.position[column] + 1);
       for (int i = 0; i < d; i++) {
-        const double g = gates[static_cast<size_t>((column * kHeads + head) * 2 + 1) * d + i];
-        found.push_back(pregate[first + i]);
-        found_gated.push_back(gated[first + i]);
+        const double g =
+            launch.gates[static_cast<size_t>((column * kHeads + head) * 2 + 1) * d + i];
+        found.push_back(launch.pregate[first + i]);
+        found_gated.push_back(launch.gated[first + i]);
         right.push_back(values[i]);
         right_gated.push_back(values[i] / (1 + exp(-g)));
       }
@@ -96,35 +117,27 @@ bool compare_heads(Cache cache, int format, const char *name, const Case &of, bo
   cache.kv.blocks = cache.data.data();
   cache.kv.tables = cache.tables.data();
   const int d = cache.kv.head_dim, n = static_cast<int>(of.slot.size()), half = d / 4;
-  const int width = kHeads * d, kv_width = kKvHeads * d;
-  const int most_position = spans ? 64 * 4 * kManySpans : kTable * kTokens - 1;
+  const int kv_width = kKvHeads * d;
+  Launch launch(cache, format, of, spans);
+  const int width = launch.width;
   const auto normals = [&](int count) {
     std::vector<float> values(static_cast<size_t>(count));
     for (float &x : values) x = random->normal();
     return values;
   };
-  std::vector<float> gates = normals(2 * n * width), k = normals(n * kv_width),
-                     v = normals(n * kv_width), q_norm = normals(d), k_norm = normals(d);
-  std::vector<float> cosines, sines, pregate(n * width, NAN), gated(n * width, NAN);
+  for (float &x : launch.gates) x = random->normal();
+  std::vector<float> k = normals(n * kv_width), v = normals(n * kv_width), q_norm = normals(d),
+                     k_norm = normals(d), cosines, sines;
   for (int column = 0; column < n; column++)
     for (int i = 0; i < half; i++) {
       cosines.push_back(static_cast<float>(cos(0.1 * (column + 1) * (i + 1))));
       sines.push_back(static_cast<float>(sin(0.1 * (column + 1) * (i + 1))));
     }
-  const int64_t room = static_cast<int64_t>(n) * kHeads * (most_position / 64 + 1);
-  std::vector<float> partial(static_cast<size_t>(room * (d + 2)), NAN);
-  TileArgs a = {};
-  a.columns = {nullptr, of.position.data(), of.slot.data(), of.row.data(), nullptr, n};
-  a.kv = cache.kv;
-  a.format = format;
-  a.heads = kHeads;
-  a.n = n;
-  a.partial = partial.data();
   HeadsArgs h = {};
-  h.columns = a.columns;
-  h.kv = a.kv;
+  h.columns = launch.a.columns;
+  h.kv = launch.a.kv;
   h.format = format;
-  h.query_gate = gates.data();
+  h.query_gate = launch.gates.data();
   h.query_gate_stride = 2 * width;
   h.k = k.data();
   h.v = v.data();
@@ -136,14 +149,7 @@ bool compare_heads(Cache cache, int format, const char *name, const Case &of, bo
   h.heads = kHeads;
   h.half = half;
   h.eps = 1e-6f;
-  GateArgs gate = {};
-  gate.query_gate = gates.data();
-  gate.query_gate_stride = 2 * width;
-  gate.stride = width;
-  gate.pregate = pregate.data();
-  gate.gated = gated.data();
-  Device device = {};
-  attn_tile(&device, a, &h, gate, most_position, room);
+  launch.run(&h);
 
   const bool q4 = format == KSL_KV_Q4;
   std::vector<float> found, stored;
@@ -162,12 +168,13 @@ bool compare_heads(Cache cache, int format, const char *name, const Case &of, bo
       rows.insert(rows.end(), v.begin() + at, v.begin() + at + d);
     }
     for (int head = 0; head < kHeads; head++) {
-      const Head made = made_head(&gates[static_cast<size_t>((column * kHeads + head) * 2) * d],
-                                  q_norm, angle, half, q4);
+      const Head made =
+          made_head(&launch.gates[static_cast<size_t>((column * kHeads + head) * 2) * d], q_norm,
+                    angle, half, q4);
       const std::vector<float> query(made.begin(), made.end());
       const std::vector<double> values = attend(cache, format, of.slot[column], head / kGroup,
                                                 query.data(), of.position[column] + 1);
-      const float *const from = &pregate[static_cast<size_t>(column * width + head * d)];
+      const float *const from = &launch.pregate[static_cast<size_t>(column * width + head * d)];
       found.insert(found.end(), from, from + d);
       right.insert(right.end(), values.begin(), values.end());
     }
