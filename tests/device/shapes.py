@@ -1,12 +1,34 @@
 """Models for device tests: the tiny one, one whose sizes fit every KV format, one whose products
-are divided like those of the 27B, and the head geometry of the 27B at a small width."""
+are divided like those of the 27B, and the head geometry of the 27B at a small width. Each is made
+once a process, since that takes longer than what most tests do with it: what they get is shared, so
+arrays are read-only."""
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 
-from kslserve.engine.model import ModelSpec
-from tests.tiny import tiny_spec
+from kslserve.engine.model import ModelSpec, TensorArg
+from tests.tiny import F32, tiny_arrays, tiny_spec, tiny_tensors
+
+SEED = secrets.randbits(32)  # of fresh inputs
+
+
+@cache
+def arrays_of(spec: ModelSpec, seed: int = 1, tied: bool = False) -> Mapping[str, F32]:
+    """What tiny_arrays gives."""
+    arrays = tiny_arrays(spec, seed, tied=tied)
+    for array in arrays.values():
+        array.setflags(write=False)
+    return arrays
+
+
+@cache
+def tensors_of(spec: ModelSpec, policy: str, seed: int = 1, tied: bool = False) -> list[TensorArg]:
+    """What tiny_tensors makes of them."""
+    return tiny_tensors(spec, dict(arrays_of(spec, seed, tied)), policy)
 
 
 def spec_named(name: str) -> ModelSpec:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import replace
 
 import numpy as np
@@ -11,11 +10,10 @@ import pytest
 from kslserve.engine.model import ModelSpec
 from kslserve.engine.types import OpKind, Row, RowKind, StateOp, TableEdit
 from tests.device.conftest import Opener
-from tests.device.shapes import spec_named
-from tests.device.test_parity import F32, LAYERS_TOLERANCE, LONG_TOLERANCE, distance
+from tests.device.limits import F32, LAYERS_TOLERANCE, LONG_TOLERANCE, distance
+from tests.device.shapes import SEED, spec_named, tensors_of
 from tests.device.test_rows import images
 from tests.native.driver import U8, Driver, Stream
-from tests.tiny import tiny_arrays, tiny_tensors
 
 pytestmark = pytest.mark.cuda
 
@@ -65,19 +63,18 @@ def fill(driver: Driver, images: list[U8], seed: int, blocks: int) -> Stream:
 def test_behind_many_keys(opened: Opener, kv: str, depth: int) -> None:
     """A token, a few and a prompt's piece, at a ragged place: those few against the reference,
     which holds the same blocks, and the piece against rows too short for tiles."""
-    seed = secrets.randbits(32)
     spec = attention(6, 1, 256)
-    tensors = tiny_tensors(spec, tiny_arrays(spec, seed), "f32")
+    tensors = tensors_of(spec, "f32", SEED)
     blocks = -(-(depth + 100) // BLOCK)
     sizes = {"slots": 1, "slabs": 1, "blocks": blocks, "blocks_per_slot": blocks}
-    ids = np.random.default_rng(seed).integers(0, spec.token_limit, 100).astype(np.int32)
+    ids = np.random.default_rng(SEED).integers(0, spec.token_limit, 100).astype(np.int32)
     found: list[F32] = []
     images: list[U8] = []
     for on in ("cuda", "cpu"):
         driver = opened(spec, tensors, on=on, kv=kv, block_tokens=BLOCK, **sizes)
         # Made once: codes of values that differ in their last bits may differ by one.
-        images = images or made(driver, seed)
-        fill(driver, images, seed, blocks)
+        images = images or made(driver, SEED)
+        fill(driver, images, SEED, blocks)
         short = []
         for at, n in ((0, 1), (1, 2), (3, 5)):
             row = Row(RowKind.PREFILL, 0, 0, depth + at, n, ids[at : at + n])
@@ -89,9 +86,9 @@ def test_behind_many_keys(opened: Opener, kv: str, depth: int) -> None:
                 short.append(driver.wave([row], taps=[PREGATE]).taps[PREGATE].copy())
             row = Row(RowKind.PREFILL, 0, 0, depth, 100, ids)
             piece = driver.wave([row], taps=[PREGATE]).taps[PREGATE]
-            assert distance(piece, np.concatenate(short)) <= LONG_TOLERANCE, f"seed {seed}"
+            assert distance(piece, np.concatenate(short)) <= LONG_TOLERANCE, f"seed {SEED}"
     print(kv, depth, "off by", distance(found[0], found[1]))
-    assert distance(found[0], found[1]) <= 2e-4, f"seed {seed}"
+    assert distance(found[0], found[1]) <= 2e-4, f"seed {SEED}"
 
 
 @pytest.mark.parametrize("kv", ["bf16", "q4"])
@@ -99,7 +96,7 @@ def test_many_streams_past_the_room_of_one_launch(opened: Opener, kv: str) -> No
     """More columns behind more keys than scratch takes at one time: what each gives alone, to the
     bit. All share the blocks before their own last one."""
     spec = attention(2, 1, 64)
-    tensors = tiny_tensors(spec, tiny_arrays(spec), "f32")
+    tensors = tensors_of(spec, "f32")
     depth, streams = 131200, 35
     shared = depth // BLOCK
     sizes = {"slots": streams, "slabs": streams, "blocks": shared + streams + 1}
@@ -121,7 +118,7 @@ def test_many_streams_past_the_room_of_one_launch(opened: Opener, kv: str) -> No
 def test_engine_of_one_column(opened: Opener) -> None:
     """Shapes of waves are rounded up, but never past what the engine has room for."""
     spec = spec_named("round")
-    tensors = tiny_tensors(spec, tiny_arrays(spec), "nvfp4")
+    tensors = tensors_of(spec, "nvfp4")
     sizes = {"slots": 1, "slabs": 1, "blocks": 2, "blocks_per_slot": 2, "wave_columns": 1}
     small = opened(spec, tensors, kv="q4", **sizes).begin(0)
     large = opened(spec, tensors, kv="q4", wave_columns=60).begin(0)
@@ -133,10 +130,16 @@ def test_engine_of_one_column(opened: Opener) -> None:
 def test_a_cut_at_every_position(opened: Opener, kv: str, columns: int) -> None:
     """The state that a row leaves at each of its positions: for short rows that of a row which ends
     there, to the bit; for long ones that of the reference, token by token."""
-    seed = secrets.randbits(32)
-    spec = replace(spec_named("27b-heads"), layer_kinds=("linear", "full", "linear"))
-    tensors = tiny_tensors(spec, tiny_arrays(spec, seed), "bf16")
-    ids = np.random.default_rng(seed).integers(0, spec.token_limit, columns).astype(np.int32)
+    spec = replace(
+        spec_named("27b-heads"),
+        layer_kinds=("linear", "full", "linear"),
+        heads=6,
+        kv_heads=1,
+        lin_key_heads=2,
+        lin_value_heads=6,
+    )
+    tensors = tensors_of(spec, "bf16", SEED)
+    ids = np.random.default_rng(SEED).integers(0, spec.token_limit, columns).astype(np.int32)
     driver = opened(spec, tensors, kv=kv)
     long = columns >= 64
     reference = (opened(spec, tensors, on="cpu", kv=kv) if long else driver).begin(5)
@@ -154,10 +157,10 @@ def test_a_cut_at_every_position(opened: Opener, kv: str, columns: int) -> None:
         reference.prefill(ids[at : at + 1])
         state = reference.driver.slab_image(5)
         if not long:
-            assert cut == state.tobytes(), f"seed {seed} cut {at + 1}"
+            assert cut == state.tobytes(), f"seed {SEED} cut {at + 1}"
             continue
         far = distance(np.frombuffer(cut, "<f4"), state.view("<f4"))
-        assert far <= LAYERS_TOLERANCE, f"seed {seed} cut {at + 1}"
+        assert far <= LAYERS_TOLERANCE, f"seed {SEED} cut {at + 1}"
     if not long:
         whole = driver.begin(1)
         whole.prefill(ids)

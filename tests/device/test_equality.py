@@ -4,7 +4,6 @@ its figures elsewhere, and equal bits in waves as small as it names."""
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Iterator
 
 import numpy as np
@@ -14,11 +13,10 @@ from kslserve.engine.model import ModelSpec, TensorArg
 from kslserve.engine.types import Ids
 from kslserve.ksl.open import open_model
 from tests.device.conftest import Opener
-from tests.device.shapes import spec_named
+from tests.device.shapes import SEED, spec_named, tensors_of
 from tests.native.driver import Driver
 from tests.native.properties import EXPERIMENTS, everything, stated
 from tests.native.test_bundled import DATA
-from tests.tiny import tiny_arrays, tiny_tensors
 
 pytestmark = pytest.mark.cuda
 
@@ -29,23 +27,23 @@ EQUAL = (0.0, 0.0)
 RANDOM = 0.3
 
 
-def check(driver: Driver, ids: Ids, most: int, seed: int, trained: bool) -> None:
+def check(driver: Driver, ids: Ids, most: int, trained: bool) -> None:
     """most: columns of a wave."""
     said, info = stated(driver), driver.info
     for name, pair in everything(driver, ids, most).items():
         print(f"{name}: distance {pair.distance:.3g}, divergence {pair.divergence:.3g}")
         if said[name] == EQUAL:
-            assert pair.equal, f"seed {seed}: {name}"
+            assert pair.equal, f"seed {SEED}: {name}"
         elif trained:
-            assert pair.distance <= said[name][0], f"seed {seed}: {name}"
-            assert pair.divergence <= said[name][1], f"seed {seed}: {name}"
+            assert pair.distance <= said[name][0], f"seed {SEED}: {name}"
+            assert pair.divergence <= said[name][1], f"seed {SEED}: {name}"
         else:
-            assert pair.distance <= RANDOM, f"seed {seed}: {name}"
+            assert pair.distance <= RANDOM, f"seed {SEED}: {name}"
     if any(far != EQUAL for far in said.values()):
         small = min(most, info.equal_columns or most, info.equal_row or most)
         assert small < most
         for name, pair in everything(driver, ids, small).items():
-            assert pair.equal, f"seed {seed}: {name} in waves of {small}"
+            assert pair.equal, f"seed {SEED}: {name} in waves of {small}"
 
 
 @pytest.mark.parametrize(
@@ -79,14 +77,13 @@ def test_what_is_said_is_so(
     opened: Opener, shape: str, policy: str, kv: str, columns: int, activations: str, bit: str
 ) -> None:
     """bit: the properties that must be equalities of bits; the engine may claim no other."""
-    seed = secrets.randbits(32)
     spec = spec_named(shape)
-    tensors = tiny_tensors(spec, tiny_arrays(spec, seed), policy)
+    tensors = tensors_of(spec, policy, SEED)
     driver = opened(spec, tensors, kv=kv, wave_columns=columns, activations=activations)
     names = [name for name, far in stated(driver).items() if far == EQUAL]
     assert names == (list(EXPERIMENTS) if bit == "all" else bit.split())
-    ids = np.random.default_rng(seed).integers(0, spec.token_limit, COLUMNS).astype(np.int32)
-    check(driver, ids, columns, seed, trained=False)
+    ids = np.random.default_rng(SEED).integers(0, spec.token_limit, COLUMNS).astype(np.int32)
+    check(driver, ids, columns, trained=False)
 
 
 @pytest.fixture(scope="module")
@@ -104,4 +101,4 @@ def test_figures_on_a_trained_model(
     driver = opened(*nano, kv=kv, wave_columns=COLUMNS, activations=activations)
     items = json.loads((DATA / "nano_golden.json").read_text())["items"]
     text = [token for item in items for token in item["prompt_ids"] + item["output_ids"]]
-    check(driver, np.array(text[:COLUMNS], np.int32), COLUMNS, 0, trained=True)
+    check(driver, np.array(text[:COLUMNS], np.int32), COLUMNS, trained=True)

@@ -13,9 +13,9 @@ from kslserve.core.sampling import SamplingParams
 from kslserve.engine.sampling import reference_sample
 from kslserve.engine.types import Draft, OpKind, RowKind, SlotConfig, StateOp
 from tests.device.conftest import Opener
-from tests.device.shapes import spec_named
+from tests.device.shapes import arrays_of, spec_named, tensors_of
 from tests.native.driver import GREEDY, Driver, Stream
-from tests.tiny import tiny_arrays, tiny_tensors
+from tests.tiny import tiny_tensors
 
 pytestmark = pytest.mark.cuda
 
@@ -47,7 +47,7 @@ SAMPLINGS = [
 def driver(request: pytest.FixtureRequest, opened: Opener) -> Driver:
     spec = spec_named("round")
     kv = {"mixed": "f32", "e2m3": "q4", "nvfp4": "fp8", "bf16": "bf16"}[request.param]
-    tensors = tiny_tensors(spec, tiny_arrays(spec), request.param)
+    tensors = tensors_of(spec, request.param)
     # bf16 weights are packed unless float32 activations are asked for.
     activations = "auto" if request.param == "bf16" else "float"
     return opened(spec, tensors, kv=kv, activations=activations)
@@ -74,7 +74,7 @@ def test_sums_of_slices(opened: Opener, policy: str) -> None:
     """Blocks of few tokens join slices that those of many leave for a reader, who adds them two by
     two: the same bits."""
     spec = spec_named("sliced")
-    driver = opened(spec, tiny_tensors(spec, tiny_arrays(spec), policy))
+    driver = opened(spec, tensors_of(spec, policy))
     whole = driver.begin(0)
     whole.prefill(IDS[:64])
     plans = ([1] * 64, [2] * 32, [8, 3, 1, 9, 4, 2, 1, 5, 7] * 2, [17, 32, 15], [12, 20, 32])
@@ -90,7 +90,7 @@ def test_short_rows_of_full_heads(opened: Opener, kv: str, columns: int) -> None
     """Decode, short rows and VERIFY at the heads of the 27B: the same bits, whatever shares a wave
     of at most 64 columns whose prompt rows have at most 63, in engines that take others too."""
     spec = spec_named("27b-heads")
-    tensors = tiny_tensors(spec, tiny_arrays(spec), "nvfp4")
+    tensors = tensors_of(spec, "nvfp4")
     driver = opened(spec, tensors, kv=kv, wave_columns=columns)
     plain = driver.begin(0)
     plain.prefill(IDS[:60], [1] * 59)
@@ -114,7 +114,7 @@ def test_rows_of_one_token(opened: Opener, n: int) -> None:
     """Rows of one token each, so few or many that their states lie in registers or in shared
     memory: the bits of longer rows, in slabs, in cuts and after VERIFY."""
     spec = spec_named("27b-heads")
-    tensors = tiny_tensors(spec, tiny_arrays(spec), "nvfp4")
+    tensors = tensors_of(spec, "nvfp4")
     driver = opened(spec, tensors, slots=10, slabs=11, blocks=160)
     streams = [driver.begin(slot) for slot in range(n)]
     for stream in streams:
@@ -148,7 +148,7 @@ def test_waves_of_one_shape_again(opened: Opener, shape: str, kv: str) -> None:
     """VERIFY and decode rows and drafts beside each other, in waves that are filled up to a shape
     and come often enough to be captured: what one sequence at a time gives."""
     spec = spec_named(shape)
-    driver = opened(spec, tiny_tensors(spec, tiny_arrays(spec), "nvfp4"), kv=kv, wave_columns=60)
+    driver = opened(spec, tensors_of(spec, "nvfp4"), kv=kv, wave_columns=60)
     plain = [driver.begin(slot, sampling=HOT, seed=slot) for slot in range(3)]
     expected = [[s.last(IDS[s.slot : s.slot + 9]), *s.decode(60)] for s in plain]
     streams = [driver.begin(slot, sampling=HOT, seed=slot) for slot in range(3)]
@@ -180,7 +180,7 @@ def test_waves_of_one_shape_behind_other_keys(opened: Opener, kv: str) -> None:
     """Graphs are launched with enough chunks of keys, updated for more of them and for fewer: the
     bits of waves that are launched kernel by kernel."""
     spec = spec_named("27b-heads")
-    tensors = tiny_tensors(spec, tiny_arrays(spec), "nvfp4")
+    tensors = tensors_of(spec, "nvfp4")
     driver = opened(spec, tensors, kv=kv, blocks=6 * 132, blocks_per_slot=132)
     lengths = (20, 2000, 700)
     streams = []
@@ -259,7 +259,7 @@ def test_own_drafts(driver: Driver, sampling: SamplingParams) -> None:
 def test_drafts_are_those_of_the_reference(opened: Opener) -> None:
     """The ids that MTP drafts, seen through the embeddings of a VERIFY row."""
     spec = spec_named("round")
-    tensors = tiny_tensors(spec, tiny_arrays(spec), "f32")
+    tensors = tensors_of(spec, "f32")
     found = []
     for on in ("cuda", "cpu"):
         stream = opened(spec, tensors, on=on).begin(0)
@@ -276,7 +276,7 @@ def test_margin_and_cap_of_drafts_are_those_of_the_reference(
 ) -> None:
     """float32 weights: the scores differ in their last bits only, the chains not at all."""
     spec = spec_named("round")
-    tensors = tiny_tensors(spec, tiny_arrays(spec), "f32")
+    tensors = tensors_of(spec, "f32")
     found = []
     for on in ("cuda", "cpu"):
         chains = []
@@ -339,10 +339,10 @@ def test_ties_and_masks(opened: Opener, kinds: int) -> None:
     """Equal logits: top_k and top_p keep the lower ids; also where more are equal than a list of
     candidates holds."""
     spec = spec_named("round")
-    arrays = tiny_arrays(spec)
-    head = arrays["lm_head.weight"]
+    head = arrays_of(spec)["lm_head.weight"].copy()
     for kind in range(kinds):
         head[kind::kinds] = head[kind]
+    arrays = {**arrays_of(spec), "lm_head.weight": head}
     driver = opened(spec, tiny_tensors(spec, arrays, "f32"))
     mask = np.zeros(-(-spec.vocab // 32), dtype=np.uint32)
     mask[3:20] = 0x5A5A5A5A
@@ -396,8 +396,9 @@ def test_stop_latch_and_forced_ids(driver: Driver) -> None:
 
 def test_bad_logits_end_one_row(opened: Opener) -> None:
     spec = spec_named("tiny")
-    arrays = tiny_arrays(spec)
-    arrays["model.embed_tokens.weight"][7] = np.nan
+    embedding = arrays_of(spec)["model.embed_tokens.weight"].copy()
+    embedding[7] = np.nan
+    arrays = {**arrays_of(spec), "model.embed_tokens.weight": embedding}
     driver = opened(spec, tiny_tensors(spec, arrays, "f32"))
     bad, good = driver.begin(0), driver.begin(1)
     rows = driver.wave([bad.row(RowKind.LAST, [7]), good.row(RowKind.LAST, IDS[:5])]).rows
