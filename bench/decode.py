@@ -1,4 +1,4 @@
-"""Decode speed of the CUDA backend on a model without data. `bench.device` proves it right first.
+"""Decode speed of the CUDA backend on a model without data. `pytest tests/device` proves it first.
 
     python -m bench.decode [--model synth:27b] [--weights nvfp4,fp6] [--kv q4]
                            [--streams 1,2,4,8,16,32] [--contexts 2048,32768] [--waves 24]
@@ -181,7 +181,8 @@ def profile(
     )  # fmt: skip
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="synth:27b")
     parser.add_argument("--weights", default="nvfp4,fp6")
     parser.add_argument("--kv", default="q4")
@@ -191,11 +192,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--columns", type=int, default=64)
     parser.add_argument("--kernels", default="1", help="numbers of streams; empty: none")
     parser.add_argument("--save", action="store_true")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser)
     options = parser.parse_args()
     report = Report("decode")
     asyncio.run(bench(options, report))
