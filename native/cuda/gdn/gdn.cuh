@@ -112,7 +112,8 @@ struct StepArgs {
 // Whether it is there for such heads.
 bool gdn_step_runs(const GdnShape &shape);
 void gdn_step(Device *device, const StepArgs &a);
-void gdn_single(Device *device, StepArgs a);  // what gdn_step does with single rows
+void gdn_single(Device *device, StepArgs a);        // what gdn_step does with single rows
+void gdn_parts(Device *device, const StepArgs &a);  // and with few long ones
 // Takes the committed columns of kept rows into the state and history of so many layers.
 void gdn_replay(Device *device, const StepArgs &a, int layers);
 

@@ -8,12 +8,6 @@
 //
 // Blocks of one key head read the same history of queries and keys: the last of them to have read
 // it writes the new one.
-//
-// Where rows are few and long (drafts that are verified), the dims of a value head are divided
-// among two blocks, which give each other what the norm of a token needs. A value's arithmetic is
-// the same.
-#include <type_traits>
-
 #include "step.cuh"
 
 namespace ksl {
@@ -23,11 +17,6 @@ namespace {
 constexpr int kBatch = 1 + KSL_MAX_DRAFT;  // tokens whose inputs are made at one time
 
 enum Input { kQuery, kKey, kValue, kGate, kInputs };
-struct NoOuts {};
-struct alignas(16) Outs {
-  float of[(kBatch + 1) / 2][kDim];  // of the tokens that this block norms, from both
-};
-template <int kParts>
 struct Shared {
   // First as they were projected, then the unit queries and keys, the values (at last the outputs)
   // and silu(z).
@@ -35,54 +24,30 @@ struct Shared {
   float windows[2][kHistory][kThreads];  // of the convolution, behind the batch
   float norm[kDim];
   float decay[kBatch], beta[kBatch];
-  std::conditional_t<kParts == 1, NoOuts, Outs> outs;
   bool last;
 };
 
-// Parts meet. kGive: what they stored in each other's memory is there then.
-template <int kParts, bool kGive = false>
-__device__ inline void parts_arrive() {
-  if (kParts == 1) return;
-  if (kGive)
-    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-  else
-    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
-}
-template <int kParts>
-__device__ inline void parts_wait() {
-  if (kParts > 1) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-}
-// To the same place of a block of the cluster.
-__device__ inline void store_part(float *to, int part, const Dims<2> &x) {
-  asm volatile(
-      "{.reg .b32 r;\n mapa.shared::cluster.u32 r, %0, %1;\n"
-      "st.shared::cluster.v2.f32 [r], {%2, %3};}" ::"r"(shared_at(to)),
-      "r"(part), "f"(x.v[0]), "f"(x.v[1])
-      : "memory");
-}
-
 // kReplay: of kept rows the committed columns, in all layers of the launch; only the state and its
 // history are wanted.
-template <bool kReplay, int kParts>
-__device__ __forceinline__ void step_row(const StepArgs &a) {
-  constexpr int kWide = 4 / kParts;
+template <bool kReplay>
+__global__ void __launch_bounds__(kThreads, 2) step_kernel(const __grid_constant__ StepArgs a) {
+  constexpr int kWide = 4;
   typedef Dims<kWide> Lane;
-  __shared__ __align__(16) Shared<kParts> s;
+  __shared__ __align__(16) Shared s;
   const GdnShape &shape = a.shape;
-  const int head = blockIdx.x / kParts, part = blockIdx.x % kParts, layer = blockIdx.z;
+  const int head = blockIdx.x, layer = blockIdx.z;
   const RowInfo &row = a.rows[blockIdx.y];
   const int n = kReplay ? row.committed : row.n, slab = row.slab, column = row.column;
   const int n_cuts = kReplay ? 0 : row.n_cuts, first_kept = row.keep;
   const bool kept = first_kept >= 0, commits = kReplay || !kept;
   if (row.tiled || n == 0 || (kReplay && !kept)) return;
   const int group = shape.value_heads / shape.key_heads, key_head = head / group;
-  const bool leads = head % group == 0 && part == 0;  // stores what blocks of a key head share
+  const bool leads = head % group == 0;  // stores what blocks of a key head share
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   allow_next();
 
-  parts_arrive<kParts>();
   Lane state[kKeys];
-  const int dim = (part * kWarps + warp) * (4 * kWide) + (lane & 3) * kWide, key = (lane >> 2) * 4;
+  const int dim = warp * (4 * kWide) + (lane & 3) * kWide, key = (lane >> 2) * 4;
   const int state_at = (head * kDim + key) * kDim + dim;
   const auto state_of = [&](int of) {
     return a.slabs.data + of * a.slabs.stride + a.slabs.state_offset + layer * a.state_layer;
@@ -96,7 +61,7 @@ __device__ __forceinline__ void step_row(const StepArgs &a) {
       state[i] = take<!kReplay, kWide>(from + ((i >> 2) * 32 + (i & 3)) * kDim);
   }
   // What a block that comes up when this one ends will read.
-  if (!kReplay && kParts == 1 && threadIdx.x == 0) {
+  if (!kReplay && threadIdx.x == 0) {
     const int next = blockIdx.y * gridDim.x + head + a.together, other = next / gridDim.x;
     if (other < static_cast<int>(gridDim.y))
       bulk_ahead(state_of(a.rows[other].slab) + next % gridDim.x * (kDim * kDim),
@@ -106,14 +71,13 @@ __device__ __forceinline__ void step_row(const StepArgs &a) {
   // Threads 0 to 127 have a key and a value channel, the others one of the queries.
   const bool is_key = threadIdx.x < kDim;
   const int own = threadIdx.x & (kDim - 1);
-  const bool has_value = is_key && (kParts == 1 || own / (kDim / kParts) == part);
   const int value_at = (2 * shape.key_heads + head) * kDim;
   const int channel = ((is_key ? shape.key_heads : 0) + key_head) * kDim + own;
   float *const history =
       a.slabs.data + slab * a.slabs.stride + a.slabs.history_offset + layer * a.history_layer;
   Channel first, second;
   first.load(a.taps[layer] + channel, history + channel, shape.channels, shape.channels);
-  if (has_value)
+  if (is_key)
     second.load(a.taps[layer] + value_at + own, history + value_at + own, shape.channels,
                 shape.channels);
   float *const keep =
@@ -133,7 +97,7 @@ __device__ __forceinline__ void step_row(const StepArgs &a) {
       const float *const from =
           at < 0 ? history + (kHistory + at) * shape.channels : in + at * in_stride;
       if (leads) to[t * shape.channels + channel] = from[channel];
-      if (has_value) to[t * shape.channels + value_at + own] = from[value_at + own];
+      if (is_key) to[t * shape.channels + value_at + own] = from[value_at + own];
     }
   }
   unsigned before = 0;
@@ -143,7 +107,7 @@ __device__ __forceinline__ void step_row(const StepArgs &a) {
     if (begin > 0) {
       __syncthreads();
       first.load(a.taps[layer] + channel, s.windows[0][0] + threadIdx.x, shape.channels, kThreads);
-      if (has_value)
+      if (is_key)
         second.load(a.taps[layer] + value_at + own, s.windows[1][0] + threadIdx.x, shape.channels,
                     kThreads);
     }
@@ -170,36 +134,23 @@ __device__ __forceinline__ void step_row(const StepArgs &a) {
         float g;
         gate =
             decays ? gdn_decay(a.a[at], a.decay_rate[head], a.dt_bias[head], &g) : sigmoid(a.b[at]);
-        if (kept && part == 0) *to = gate;
+        if (kept) *to = gate;
       }
       (decays ? s.decay : s.beta)[lane] = gate;
     }
     copy_wait<0>();
     __syncthreads();
-    // Of several tokens at once, since each value takes long to come.
-    constexpr int kAtOnce = kParts == 1 ? 1 : 4;
-#pragma unroll kParts == 1 ? 2 : 1
-    for (int first_t = 0; first_t < m; first_t += kAtOnce) {
-      float x[kAtOnce], y[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; i++) {
-        const int t = kAtOnce == 1 ? first_t : min(first_t + i, m - 1);
-        x[i] = s.inputs[is_key ? kKey : kQuery][t][own];
-        y[i] = s.inputs[is_key ? kValue : kGate][t][own];
+#pragma unroll 2
+    for (int t = 0; t < m; t++) {
+      const float x = s.inputs[is_key ? kKey : kQuery][t][own];
+      const float y = s.inputs[is_key ? kValue : kGate][t][own];
+      if (!kReplay && kept) {
+        float *const to = keep + (begin + t) * a.keep_stride;
+        if (leads) to[channel] = x;
+        if (is_key) to[value_at + own] = y;
       }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; i++) {
-        const int t = first_t + i;
-        if (kParts > 1 && t >= m) break;
-        if (!kReplay && kept) {
-          float *const to = keep + (begin + t) * a.keep_stride;
-          if (leads) to[channel] = x[i];
-          if (has_value) to[value_at + own] = y[i];
-        }
-        s.inputs[is_key ? kKey : kQuery][t][own] = first.next(x[i]);
-        s.inputs[is_key ? kValue : kGate][t][own] =
-            has_value ? second.next(y[i]) : (is_key ? y[i] : silu(y[i]));
-      }
+      s.inputs[is_key ? kKey : kQuery][t][own] = first.next(x);
+      s.inputs[is_key ? kValue : kGate][t][own] = is_key ? second.next(y) : silu(y);
     }
 #pragma unroll
     for (int t = 0; t < kHistory; t++) {
@@ -208,11 +159,11 @@ __device__ __forceinline__ void step_row(const StepArgs &a) {
     }
     __syncthreads();
     // The block has read the history, and used what it read.
-    if (begin == 0 && threadIdx.x == 0 && group * kParts > 1 && commits)
+    if (begin == 0 && threadIdx.x == 0 && group > 1 && commits)
       before = atomicInc(
           a.arrived + (static_cast<int64_t>(layer) * a.max_rows + blockIdx.y) * shape.key_heads +
               key_head,
-          group * kParts - 1);
+          group - 1);
     // Unit queries and keys, one of a token per warp.
 #pragma unroll 1
     for (int i = warp; i < 2 * m; i += kWarps) {
@@ -234,18 +185,6 @@ __device__ __forceinline__ void step_row(const StepArgs &a) {
       for (int k = 0; k < 4; k++) x[k * 32] = y[k] * r * scale;
     }
     __syncthreads();
-    parts_wait<kParts>();  // the other's outputs of the batch before have been read
-    // In parts the outputs of a token are added up beside the sums of the next.
-    Lane held = {};
-    const auto store_out = [&](int t, const Lane &out) {
-      if constexpr (kParts == 1) {
-        if (lane < 4)
-          *reinterpret_cast<float4 *>(s.inputs[kValue][t] + dim) =
-              reinterpret_cast<const float4 &>(out);
-      } else {
-        if (lane < 4) store_part(s.outs.of[t / kParts] + dim, t % kParts, out);
-      }
-    };
 #pragma unroll 1
     for (int t = 0; t < m; t++) {
       const float *const keys = s.inputs[kKey][t] + key, *const queries = s.inputs[kQuery][t] + key;
@@ -258,13 +197,7 @@ __device__ __forceinline__ void step_row(const StepArgs &a) {
         scale_add(sum, k.z, state[i + 2]);
         scale_add(sum, k.w, state[i + 3]);
       }
-      if (!kReplay && kParts > 1) {
-        sum_keys(held);
-        sum_keys(sum);
-        if (t > 0) store_out(t - 1, held);
-      } else {
-        sum_keys(sum);
-      }
+      sum_keys(sum);
       const float decay = s.decay[t], beta = s.beta[t];
       const Lane v = *reinterpret_cast<const Lane *>(s.inputs[kValue][t] + dim);
       Lane d;
@@ -285,15 +218,16 @@ __device__ __forceinline__ void step_row(const StepArgs &a) {
         update(state[i + 2], k.z, q.z);
         update(state[i + 3], k.w, q.w);
         // All loads at once would not fit in registers.
-        if (kParts == 1) asm volatile("" ::: "memory");
+        asm volatile("" ::: "memory");
       }
-      if (!kReplay && kParts == 1) {
+      if (!kReplay) {
         sum_keys(out);
         // Nobody else reads the values of these dims.
         __syncwarp();
-        store_out(t, out);
+        if (lane < 4)
+          *reinterpret_cast<float4 *>(s.inputs[kValue][t] + dim) =
+              reinterpret_cast<const float4 &>(out);
       }
-      if (kParts > 1) held = out;
       // Where the state goes from here: to the slab, to cuts.
       const bool ends = begin + t + 1 == n && commits;
 #pragma unroll 1
@@ -305,21 +239,13 @@ __device__ __forceinline__ void step_row(const StepArgs &a) {
           give<!kReplay, kWide>(to + ((i >> 2) * 32 + (i & 3)) * kDim, state[i]);
       }
     }
-    if (!kReplay && kParts > 1) {
-      sum_keys(held);
-      store_out(m - 1, held);
-    }
-    parts_arrive<kParts, true>();
-    if (begin == 0 && threadIdx.x == 0) s.last = before == group * kParts - 1u;
+    if (begin == 0 && threadIdx.x == 0) s.last = before == group - 1u;
     __syncthreads();
-    parts_wait<kParts>();
 #pragma unroll 1
-    for (int t = warp * kParts + part; !kReplay && t < m; t += kWarps * kParts) {
+    for (int t = warp; !kReplay && t < m; t += kWarps) {
       const int token = column + begin + t, to = head * kDim + lane * 4;
       const int64_t at = static_cast<int64_t>(token) * a.value_stride + to;
-      const float *outs = s.inputs[kValue][t];
-      if constexpr (kParts > 1) outs = s.outs.of[t / kParts];
-      const float4 out = *reinterpret_cast<const float4 *>(outs + lane * 4);
+      const float4 out = *reinterpret_cast<const float4 *>(s.inputs[kValue][t] + lane * 4);
       const float4 gate = *reinterpret_cast<const float4 *>(s.inputs[kGate][t] + lane * 4);
       const float4 gain = *reinterpret_cast<const float4 *>(s.norm + lane * 4);
       const float square =
@@ -331,24 +257,13 @@ __device__ __forceinline__ void step_row(const StepArgs &a) {
       if (a.gated != nullptr) *reinterpret_cast<float4 *>(a.gated + at) = y;
       if (a.split.data != nullptr) split_store4(a.split, token, to, y);
     }
-    parts_arrive<kParts>();
   }
-  parts_wait<kParts>();
   if (!commits) return;
 #pragma unroll
   for (int t = 0; t < kHistory; t++) {
     if (s.last) history[t * shape.channels + channel] = s.windows[0][t][threadIdx.x];
-    if (has_value) history[t * shape.channels + value_at + own] = s.windows[1][t][threadIdx.x];
+    if (is_key) history[t * shape.channels + value_at + own] = s.windows[1][t][threadIdx.x];
   }
-}
-
-template <bool kReplay>
-__global__ void __launch_bounds__(kThreads, 2) step_kernel(const __grid_constant__ StepArgs a) {
-  step_row<kReplay, 1>(a);
-}
-__global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 2)
-    step_parts_kernel(const __grid_constant__ StepArgs a) {
-  step_row<false, 2>(a);
 }
 
 }  // namespace
@@ -360,12 +275,11 @@ bool gdn_step_runs(const GdnShape &shape) {
 
 void gdn_step(Device *device, const StepArgs &a) {
   if (a.single) return gdn_single(device, a);
-  const dim3 heads(a.shape.value_heads, a.n_rows);
   // Where a device has room for twice as many blocks.
   if (a.long_rows && a.shape.value_heads * a.n_rows <= device->room.processors)
-    KSL_CHAIN(device, "gdn_step", step_parts_kernel, dim3(heads.x * 2, heads.y), kThreads, a);
-  else
-    KSL_CHAIN(device, "gdn_step", step_kernel<false>, heads, kThreads, a);
+    return gdn_parts(device, a);
+  KSL_CHAIN(device, "gdn_step", step_kernel<false>, dim3(a.shape.value_heads, a.n_rows), kThreads,
+            a);
 }
 
 void gdn_replay(Device *device, const StepArgs &a, int layers) {

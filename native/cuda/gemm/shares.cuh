@@ -12,7 +12,7 @@ constexpr int kMaxSlices = 8;
 constexpr int kSlicedTokens = 64;  // of a wave whose products may be slices that a reader adds
 constexpr int kMaxStreamWarps = 20, kMaxPlainWarps = 4;  // of a block
 constexpr int kMaxStreamWays = 2;
-constexpr int kFewTokens = 4;  // of a wave whose blocks may join two slices
+constexpr int kFewTokens = 2;  // of a wave whose blocks may join two slices
 // Of a block of a device that has less than the 227 KiB of sm_90 for one.
 constexpr int kSmallStreamWarps = 12;
 constexpr int kSuperBytes = 4096;  // the activations of eight tokens beside a block of weights

@@ -128,7 +128,8 @@ void run_many(Device *device, StreamArgs a) {
     return stream_many_bytes(shares_of(a), Expand<kEncoding>::kBytes, stages, kTiles, kGroups);
   };
   const int64_t beside = stream_most_beside(device->room);
-  const bool leaves = kGroups == 1 && bytes(kStagesAhead + 1) <= beside;
+  const bool leaves =
+      (kGroups == 1 || (kTiles == 2 && kGroups == 2)) && bytes(kStagesAhead + 1) <= beside;
   launch_stream(device, kernel, a, warps + 1, divide_up(a.tokens, 8 * kGroups),
                 leaves ? beside : stream_most(device->room), bytes,
                 plain_round_bytes(a.plain_warps));
@@ -172,8 +173,8 @@ void run_stream(Device *device, const StreamArgs &a) {
   }
   if (a.tokens == 1) return run_few_if<kEncoding, 1>(device, a);
   if (a.tokens == 2) return run_few_if<kEncoding, 2>(device, a);
-  if (a.tokens <= 4) return run_few_if<kEncoding, 4>(device, a);
-  // Warps of two tiles are few enough for the next kernel to come up beside them. Those of sm_120a
+  // Warps of two tiles are few enough for the next kernel to come up beside them, which is worth
+  // more than activations that stay in shared memory. Those of sm_120a
   // would be too few, and so, at 16 tokens, those of a product with one way.
   const bool small = small_blocks(device);
   if (a.tokens <= 8) {
