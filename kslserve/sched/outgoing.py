@@ -134,6 +134,15 @@ class Outgoing:
                 self._edit(sequence)
         return True
 
+    def look(self) -> None:
+        """With a wave on its way: see whether there may be drafts in the next one, if its rows
+        stand."""
+        speculator, wave = self.speculator, self.id + 1
+        if speculator is None or wave < speculator.nap_until:
+            return
+        if self.steady and not self.drafting:
+            speculator.look(self.sequences, wave)
+
     @property
     def may_draft(self) -> bool:
         """Some of the rows may draft in the next wave."""

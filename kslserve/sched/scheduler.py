@@ -242,6 +242,8 @@ class Scheduler:
             roster.expire()
         if not flights.count:
             flights.advance()
+        if flights.count:
+            self._outgoing.look()
         if flights.count == 1 and self._limits.submit_ahead:
             flights.run_ahead()
         self._results.count()

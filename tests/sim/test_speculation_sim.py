@@ -169,25 +169,51 @@ def test_a_text_that_cannot_be_foreseen_is_left_alone() -> None:
     world = world_of(SpecPolicy(mtp=False), HashModel(512))
     speculator = world.scheduler._outgoing.speculator
     assert speculator is not None
-    looks = plans = 0
-    draft, plan = speculator.draft, speculator.plan
+    calls = {"look": 0, "draft": 0, "plan": 0}
 
-    def look(*arguments: Any) -> bool:
-        nonlocal looks
-        looks += 1
-        return draft(*arguments)
+    def spy(name: str) -> None:
+        work = getattr(speculator, name)
 
-    def spy(*arguments: Any) -> bool:
-        nonlocal plans
-        plans += 1
-        return plan(*arguments)
+        def counted(*arguments: Any) -> Any:
+            calls[name] += 1
+            return work(*arguments)
 
-    speculator.draft, speculator.plan = look, spy  # type: ignore[method-assign]
+        setattr(speculator, name, counted)
+
+    for name in calls:
+        spy(name)
     got = world.submit(job(5, 220))
     world.run()
     assert len(got.batches) == 220
-    assert plans == 2  # the prompt's wave, and the first one behind it
-    assert looks <= PROBE + 4 + 220 // PACE_MIN
+    assert calls["plan"] == 2  # the prompt's wave, and the first one behind it
+    # The engine waits for the probe's looks; later ones are taken while a wave runs.
+    assert calls["draft"] <= PROBE + 1
+    assert 3 < calls["look"] <= 4 + 220 // PACE_MIN
+
+
+def test_nothing_is_drafted_behind_a_prompt_while_it_may_cost_nothing() -> None:
+    world = world_of(SpecPolicy(), HashModel(512))
+    speculator = world.scheduler._outgoing.speculator
+    assert speculator is not None
+    proposed = 0
+    submit = world.engine.submit
+
+    def spy(wave: Wave) -> bool:
+        nonlocal proposed
+        proposed += sum(row.propose for row in wave.rows)
+        return submit(wave)
+
+    world.engine.submit = spy  # type: ignore[method-assign]
+    world.submit(job(60, 60))
+    world.run()
+    assert proposed > 0
+    proposed = 0
+    speculator._allowance.settle(1, -100.0)
+    got = world.submit(job(60, 60))
+    world.run()
+    world.check_all_free()
+    assert proposed == 0
+    assert len(got.batches) == 60
 
 
 def test_drafts_resume_where_a_text_begins_to_repeat_itself() -> None:

@@ -8,7 +8,10 @@ waves took, each by its multiple. It follows at once whatever changes all waves,
 whether drafts pay. Multiples say it, and change only by probes: now and then some plain waves are
 measured, and where they took about what those of the probe before took, the pace was the same in
 between, and multiples are what the waves in between took of it. Probes are close to each other
-where they were a surprise, and less and less so where they were not."""
+where they were a surprise, and less and less so where they were not.
+
+Medians decide whether drafts pay, but do not say all that is lost to them: some waves take far
+longer, and more of those with drafts than of others. That part of it is kept as an average."""
 
 from __future__ import annotations
 
@@ -23,6 +26,10 @@ PROBE_SOON, PROBE_SELDOM = 16, 96  # waves with drafts between two such times, a
 STEADY = 1.15  # factor up to which two probes found the same pace
 STEP = 0.1  # most that one measurement moves a figure
 CLIP = 3.0  # drafts are charged with at most so many times what their wave was expected to take
+# Of a plain wave, what drafts cost beside that: the plain ones that waves with drafts are compared
+# with were looked at, and take longer than those that nobody looks at.
+UNSEEN = 0.1
+MEAN_RATE = 1 / 32  # weight of a wave in averages
 FRESH = 16  # waves for which a table of multiples serves, once they are sure
 # Part of the time that looks for drafts may take where they find nothing; the waves between two of
 # them that follow from it, at least and at most.
@@ -53,8 +60,8 @@ class RowCosts:
     drafts saved since the last probe, which whoever charges for them keeps."""
 
     __slots__ = (
-        "_every", "_last", "_least", "_pace", "_plain_ms", "_prices", "_probe", "_table",
-        "_table_until", "_told", "_waves", "gain", "rows", "saved",
+        "_beyond", "_every", "_last", "_least", "_mean", "_pace", "_plain_ms", "_prices", "_probe",
+        "_table", "_table_until", "_told", "_waves", "gain", "rows", "saved",
     )  # fmt: skip
 
     def __init__(self, rows: int) -> None:
@@ -63,6 +70,8 @@ class RowCosts:
         self.saved = 0.0
         self._prices = Prices(rows)
         self._pace = 0.0
+        self._mean = 1.0  # of plain waves, in the pace
+        self._beyond = 0.0  # of waves with drafts, in plain ones: what they take beyond that
         self._last: list[float] = []  # what the last waves took, as plain ones
         self._probe: list[float] = []  # plain waves of the probe that goes on
         self._plain_ms = 0.0  # what the last one found
@@ -86,32 +95,43 @@ class RowCosts:
         return len(self._waves) >= self._every
 
     def observe(self, columns: int, ms: float, wave: int) -> float:
-        """A wave of so many columns, drafts among them, took `ms`. wave: its id, larger than any
-        before. How much longer than a plain one such a wave takes, in plain ones, as far as that
-        is known yet."""
+        """A wave of so many columns, with drafts among them or made beside it, took `ms`. wave: its
+        id, larger than any before. How much longer than a plain one such a wave takes, in plain
+        ones, as far as that is known yet."""
         prices, extra = self._prices, columns - self.rows
-        if self.known:
-            prices.now = wave
+        if not self.known:
+            return 0.0
+        prices.now = wave
+        expected, multiple, excess = self._multiple(extra), ms / self._pace, 0.0
+        most = CLIP * expected
+        if extra:
             self._waves.append((extra, ms))
             self._probe.clear()
             sure = prices.sure(extra)
-            expected = self._multiple(extra)
             # Where it is not known what such waves take, this one may have been held up.
-            most = CLIP * expected - 1.0
-            excess = min(prices.observe(extra, ms / self._pace - 1.0), most)
+            excess = min(prices.observe(extra, multiple - 1.0), most - 1.0)
             if sure:
                 self._went(ms / expected)
             else:
                 self._table_until = 0
             self._told += excess
-            return excess
-        return 0.0
+        beyond = min(multiple, most) / self._mean - 1.0 - excess
+        self._beyond += MEAN_RATE * (beyond - self._beyond)
+        return excess
+
+    @property
+    def beyond(self) -> float:
+        """What a wave with drafts takes on average beyond what `observe` says of it, in plain
+        ones."""
+        return max(self._beyond, 0.0) + UNSEEN
 
     def plain(self, ms: float, wave: int) -> float | None:
         """A plain wave took `ms`. Where that ended a probe: how much more than was told the waves
-        with drafts before it took, in plain ones; 0 where that cannot be said."""
+        with drafts before it take, in plain ones; 0 where that cannot be said."""
         owed = None
         self._prices.now = wave
+        if self.known:
+            self._mean += MEAN_RATE * (min(ms / self._pace, CLIP) - self._mean)
         self._went(ms)
         self._probe.append(ms)
         if len(self._probe) == PROBE:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 TRUST_CHAIN = 0.9  # of an estimated chance of drafts that MTP is to make
 # Least gain over plain decode for which anything is drafted, where nothing was drafted before; and
 # where something was, or the choice would change with every breath.
-GAIN, STAY = 1.05, 1.02
+GAIN, STAY = 1.1, 1.05
 CLEAR = 1.4  # a gain of which it is no matter what exactly waves cost
 # There, all drafts that are as good as sure are verified, since they share what a wave costs beside
 # its columns, though by a part the times that were measured may speak for fewer: waves that are not

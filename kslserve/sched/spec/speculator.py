@@ -88,19 +88,57 @@ class Speculator:
 
     # ------------------------------------------------------------ before a wave
 
+    def look(self, sequences: Items[Sequence], wave: int) -> None:
+        """While the wave before it runs, and has no drafts: where what was sampled so far promises
+        nothing for this wave, nobody is looked at before it is sent, when it would wait for that.
+        sequences: as in `draft`."""
+        rows = len(sequences)
+        if self.policy.always or self.costs.of(rows).plain_due:
+            return
+        begun = self._clock()
+        self._wave = self._looked = wave
+        drafting, least = self._awake(sequences, wave)
+        if drafting is not None and not self._promised(drafting, least):
+            self._doze(drafting)
+            self._nap(sequences)
+            self.costs.looked(1e3 * (self._clock() - begun), self.costs.of(rows).ms(rows))
+
     def draft(self, sequences: Items[Sequence], wave: int) -> bool:
         """Aim the drafters of sequences that all just decode, in rows that stand; whether any of
         them drafts. Most looks find nothing, and they are far between where they take a part of
         the time that counts. wave: the next one."""
         begun = self._clock()
         self._wave = wave
-        rows = len(sequences)
-        plain = not self.policy.always and self.costs.of(rows).plain_due
-        pause = 0 if self.policy.always else self._allowance.waves(rows, wave)
-        if not (plain or pause) and self._stands(sequences):
-            self._looked = wave
+        rows, always = len(sequences), self.policy.always
+        costs = self.costs.of(rows)
+        if costs.plain_due and not always:
+            for sequence in sequences:
+                if sequence.drafter is not None:
+                    sequence.drafter.rest()
+            self.nap_until = 0
+            return False
+        self._looked = wave
+        if (always or not self._allowance.waves(rows, wave)) and self._stands(sequences):
             return True
+        drafting, least = self._awake(sequences, wave)
+        if drafting is None:
+            return False
+        self._choose(drafting, rows, 0, self._columns - rows, least)
+        found = self._settled(sequences, drafting)
+        if not found and not always:
+            ms, plain_ms = 1e3 * (self._clock() - begun), costs.ms(rows)
+            self.costs.looked(ms, plain_ms)
+            self._allowance.settle(rows, -min(ms / plain_ms, 1.0))
+        return found
+
+    def _awake(
+        self, sequences: Items[Sequence], wave: int
+    ) -> tuple[list[Candidate] | None, tuple[float, float]]:
+        """Those of decoding sequences that may draft in that wave, up to date, and what they have
+        to promise. None where nobody may for some waves, which are slept through."""
+        rows = len(sequences)
         least = self._least(rows)
+        pause = 0 if self.policy.always else self._allowance.waves(rows, wave)
         if min(least) >= 1.0:
             pause = PACE_MAX  # beside so many rows no draft is worth its column, however sure it is
         drafting: list[Candidate] = []
@@ -111,21 +149,13 @@ class Speculator:
             drafter.rest()
             if pause:
                 drafter.held = []
-            elif not plain and drafter.live and drafter.asleep_until <= wave:
+            elif drafter.live and drafter.asleep_until <= wave:
                 drafter.read(sequence)
                 drafting.append((sequence, drafter, True))
-        if plain:
-            self.nap_until = 0
-            return False
-        self._looked = wave
         if pause:
             self.nap_until = wave + min(pause, PACE_MAX)
-            return False
-        self._choose(drafting, rows, 0, self._columns - rows, least)
-        found = self._settled(sequences, drafting)
-        if not found and not self.policy.always:
-            self.costs.looked(1e3 * (self._clock() - begun), self.costs.of(rows).ms(rows))
-        return found
+            return None, least
+        return drafting, least
 
     def _stands(self, sequences: Items[Sequence]) -> bool:
         """Have all verify as many drafts as in the wave before, if nothing else would be chosen:
@@ -156,22 +186,26 @@ class Speculator:
         grants: columns by sequence; left: prompt positions to compute, 0 for a decoding one. room:
         further columns that the wave can have."""
         self._wave = self._looked = wave
-        rows = prompt = 0
+        rows = sum(bool(n) and not remaining for n, remaining in zip(grants, left, strict=True))
+        ends = sum(0 < remaining <= n for n, remaining in zip(grants, left, strict=True))
+        # MTP drafts of prompts that end are for the wave behind this one.
+        pause = not self.policy.always and self._allowance.waves(rows + ends, wave)
+        prompt = 0
         drafting: list[Candidate] = []
         for sequence, n, remaining in zip(running, grants, left, strict=True):
             if not n:
                 continue
             if remaining:
                 prompt += n
-            else:
-                rows += 1
             drafter = sequence.drafter
             if drafter is not None:
                 drafter.rest()
-                if drafter.live and drafter.asleep_until <= wave and n >= remaining:
+                if pause:
+                    drafter.held = []
+                elif drafter.live and drafter.asleep_until <= wave and n >= remaining:
                     drafter.read(sequence)
                     drafting.append((sequence, drafter, not remaining))
-        if not prompt and not self.policy.always and self._allowance.waves(rows, wave):
+        if pause:
             return False
         least = NOTHING if prompt else self._least(rows)
         self._choose(drafting, rows, prompt, room, least)
@@ -192,15 +226,22 @@ class Speculator:
         least: tuple[float, float],
     ) -> None:
         """Aim drafters, or put them to sleep where none of them promises at least so much."""
-        wave, (first, first_own) = self._wave, least
         if self.policy.always:
-            self._choice.always(drafting, room, wave)
-        elif any(drafter.promises(first, first_own, wave) for _, drafter, _ in drafting):
-            self._choice.aim(drafting, rows, prompt, room, wave)
+            self._choice.always(drafting, room, self._wave)
+        elif self._promised(drafting, least):
+            self._choice.aim(drafting, rows, prompt, room, self._wave)
         else:
-            for _, drafter, decodes in drafting:
-                if decodes:
-                    drafter.doze(wave, self.costs.pace)
+            self._doze(drafting)
+
+    def _promised(self, drafting: Items[Candidate], least: tuple[float, float]) -> bool:
+        """Whether any of them promises at least so much."""
+        first, first_own = least
+        return any(drafter.promises(first, first_own, self._wave) for _, drafter, _ in drafting)
+
+    def _doze(self, drafting: Items[Candidate]) -> None:
+        for _, drafter, decodes in drafting:
+            if decodes:
+                drafter.doze(self._wave, self.costs.pace)
 
     def _settled(self, sequences: Items[Sequence], drafting: Items[Candidate]) -> bool:
         """Whether any of the drafters that were aimed drafts; where none does, all may sleep."""
@@ -251,11 +292,11 @@ class Speculator:
         costs = self.costs.of(rows)
         if columns > rows or done.drafts_ns:
             self.watched = done.wave + SETTLED
-            excess = costs.observe(columns, ms, done.wave) if columns > rows else 0.0
+            excess = costs.observe(columns, ms, done.wave)
             if costs.known:
                 saved = charge(costs, done, round, rows, excess, self._wave)
                 costs.saved += saved
-                self._allowance.settle(rows, saved)
+                self._allowance.settle(rows, saved - costs.beyond)
         elif done.wave <= self.watched and costs.known:
             # What drafts leave in caches, the wave behind them pays for.
             lost = min(ms / costs.ms(rows), CLIP) - 1.0
