@@ -1,7 +1,7 @@
 """What speculation gains: tokens per second against plain decode, with the scheduler that serves.
 
-    python -m bench.speculation [--kinds code,chat,random,head] [--streams 1,2,4,8] [--rounds 25]
-                                [--most 81] [--tokens 192] [--batches 8] [--speculation auto]
+    python -m bench.speculation [--kinds code,chat,random,head] [--streams 1,2,4,8] [--rounds 9]
+                                [--most 27] [--tokens 192] [--batches 8] [--speculation auto]
                                 [--backend cpu] [--save]
     python -m bench.speculation --acceptance [--tokens 192] [--backend cpu] [--save]
     python -m bench.speculation --device [--model synth:27b] [--weights nvfp4] [--context 2048]
@@ -16,7 +16,8 @@ drafts that came true. `null_low` and `null_high` are such an interval of the fi
 against the second ones: what says no more than that is noise. The rounds before the first one that
 counts warm up, as a server would be. How far the plain runs of these lie apart says how many rounds
 the cell gets, before any of them is run: as many as should make the interval narrow enough to see
-a loss of 3 %, at least `--rounds` and at most `--most`.
+a loss of 3 %, at least `--rounds` and at most `--most`; three times as many in cells where drafts
+gain little, `random`, `head` and `chat` of four streams and more: there the interval decides.
 
 Texts: `code` goes on with boilerplate that is in its context twice, greedily; `chat` answers the
 golden prompts with the family's default sampling, and goes on where they end; `random` samples so
@@ -89,7 +90,8 @@ BOILERPLATE = (
 """,
 )
 NAMES = ("host", "port", "user", "path", "timeout", "retries")
-WARM_UP, WARM_UP_LEAST = 2, 12  # rounds of each batch, and of a cell
+WARM_UP = 8  # rounds of a cell
+EVEN = 3  # times as many rounds where drafts gain little
 POLICIES = {
     "auto": SpecPolicy(),
     "ngram": SpecPolicy(mtp=False),
@@ -158,10 +160,10 @@ async def cell(
             found.append(result)
         return found
 
-    warm_up = max(WARM_UP * len(batches), WARM_UP_LEAST)
-    nulls = [one.null for one in await run(0, warm_up)]
-    count = rounds_for(nulls, args.rounds, args.most)
-    found = await run(warm_up, warm_up + count)
+    nulls = [one.null for one in await run(0, WARM_UP)]
+    times = EVEN if kind in ("random", "head") or (kind == "chat" and streams >= 4) else 1
+    count = rounds_for(nulls, times * args.rounds, times * args.most)
+    found = await run(WARM_UP, WARM_UP + count)
     median, low, high = interval([one.gain for one in found])
     _, null_low, null_high = interval([one.null for one in found])
     drafts = [one.drafts for one in found]
@@ -173,7 +175,7 @@ async def cell(
         spec_tok_s=statistics.median(tally.rate for tally in drafts),
         tokens_per_wave=sum(t.sampled for t in drafts) / sum(t.waves for t in drafts),
         drafted=drafted, accepted=sum(t.accepted for t in drafts) / max(drafted, 1),
-        **({} if exact else {"equal_texts": equal / (streams * (warm_up + count))}),
+        **({} if exact else {"equal_texts": equal / (streams * (WARM_UP + count))}),
     )  # fmt: skip
 
 
@@ -234,8 +236,8 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--kinds", default="code,chat,random,head")
     parser.add_argument("--streams", default="1,2,4,8")
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--most", type=int, default=81)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--most", type=int, default=27)
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--batches", type=int, default=8)
     parser.add_argument("--speculation", choices=POLICIES, default="auto")
