@@ -104,7 +104,6 @@ void stage_embed(void *context, int) {
   embed(&b->device, b->embedding, b->batch, b->x, b->hidden_stride,
         {b->frequency, half, b->cos, b->sin});
   b->normed_ready = b->norm_owed = false;
-  b->residual = b->x;
 }
 
 void stage_in_norm(void *context, int layer) {
@@ -287,29 +286,26 @@ void stage_gdn_scan(void *context, int layer) {
   if (b->n_chunks > 0) scan_chunks(b, w, a);
 }
 
-// A product that is added to x, and the norm that follows, which `reader` makes if it can. The wide
-// kernels add it themselves.
+// A product that is added to x, and the norm that follows, which `reader` makes if it can. Kernels
+// of many tokens, and of few, add it themselves.
 void out_and_norm(Backend *b, const Group &group, const float *x, int x_stride, const Split &split,
                   const float *gain, float *out, const Split &out_split, bool zero_first,
                   const Group *reader) {
-  const bool whole = split.groups > 0 && group.n_packed > 0 && !b->taps;
+  const bool many = split.groups > 0;
+  const bool whole =
+      !b->taps && (many ? group.n_packed > 0 : takes_sum(b->device, group, b->batch.n));
   const Output output = {whole ? b->x : b->partials, b->hidden_stride, b->partial_stride, whole};
   gemm_group(&b->device, group, x, x_stride, split, &output, nullptr, b->batch.n);
-  // Products of many tokens are whole.
-  Slices slices = {1, false};
-  if (group.n_packed > 0 && split.groups == 0) slices = slices_of(group.packed[0], b->batch.n);
-  if (reader != nullptr && !slices.pairs && makes_norm(b, *reader)) {
-    float *sum = b->residual == b->x ? b->mixed : b->x;
-    b->norm = {b->residual, b->partials,       sum,  b->hidden_stride, b->spec->hidden,
-               slices.n,    b->partial_stride, gain, b->spec->norm_eps};
-    b->residual = sum;
+  if (reader != nullptr && whole && makes_norm(b, *reader)) {
+    b->norm = {b->x, b->hidden_stride, b->spec->hidden, gain, b->spec->norm_eps};
     b->norm_owed = true;
     return;
   }
+  // Products of many tokens are whole.
+  Slices slices = {1, false};
+  if (group.n_packed > 0 && !many) slices = slices_of(group.packed[0], b->batch.n);
   NormArgs a = {};
   a.x = b->x;
-  a.from = b->residual;
-  b->residual = b->x;
   a.stride = b->hidden_stride;
   a.width = b->spec->hidden;
   a.add = whole ? nullptr : b->partials;
@@ -543,7 +539,6 @@ void stage_mtp_input(void *context, int) {
   gemm_group(&b->device, b->mtp_fc, b->mtp_in, b->mtp_stride, b->mtp_split, &output, nullptr,
              b->batch.n);
   b->normed_ready = b->norm_owed = false;
-  b->residual = b->x;
 }
 
 void stage_mtp_head(void *context, int) {
@@ -686,7 +681,6 @@ void norm_columns(Backend *b, const float *gain, float *out, const Split &split,
                   bool zero_first) {
   NormArgs a = {};
   a.x = b->x;
-  a.from = b->x;
   a.stride = b->hidden_stride;
   a.width = b->spec->hidden;
   a.add = residual ? b->partials : nullptr;

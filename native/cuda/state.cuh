@@ -185,9 +185,8 @@ struct Backend {
   bool normed_ready;  // the layer before has made this layer's in_norm, or left it to the product
   bool norm_owed;     // `norm` is left to the next product
   InputNorm norm;
-  float *residual;  // where it is: x, or mixed after a product that made a norm
-  bool multi;       // a row has more than one column
-  bool shaped;      // the wave is decode and VERIFY rows, filled up to one of few shapes
+  bool multi;   // a row has more than one column
+  bool shaped;  // the wave is decode and VERIFY rows, filled up to one of few shapes
   bool taps;
   int most_position;
   int column_capacity;

@@ -55,8 +55,12 @@ struct Product {
   Packed packed = {};
 };
 
-// Both matrices one behind the other, or as a pair of equal ones.
-Product pack(const Stored &first, const Stored &second, bool pair, bool sliced, const Room &room) {
+enum Kind { kPlainKind, kPairKind, kNormedKind, kAddedKind };
+
+// Both matrices one behind the other, or as a pair of equal ones; the first alone if it is added.
+Product pack(const Stored &first, const Stored &second, Kind kind, const Room &room) {
+  const bool pair = kind == kPairKind, alone = kind == kAddedKind;
+  const bool sliced = kind == kPlainKind || alone;
   Product p;
   Packed &m = p.packed;
   m.encoding = first.raw.encoding;
@@ -65,8 +69,8 @@ Product pack(const Stored &first, const Stored &second, bool pair, bool sliced, 
   m.pair = pair;
   const int tiles = pair ? (first.raw.rows + 7) / 8 : (first.raw.rows + 15) / 16,
             more = (second.raw.rows + 15) / 16;
-  m.tiles = tiles + (pair ? 0 : more);
-  m.n_parts = 2;
+  m.tiles = tiles + (pair || alone ? 0 : more);
+  m.n_parts = alone ? 1 : 2;
   m.parts[0] = {0, 0, tiles, first.raw.rows};
   m.parts[1] = {1, pair ? 0 : tiles, pair ? tiles : more, second.raw.rows};
   const int bytes = packed_block_bytes(m.encoding);
@@ -78,15 +82,15 @@ Product pack(const Stored &first, const Stored &second, bool pair, bool sliced, 
   m.scale = p.scale.data();
   Device device = {};
   pack_rows(&device, first.raw, 0, first.raw.rows, &m, 0, pair ? 1 : 0, unit_of(first));
+  if (alone) return p;
   pack_rows(&device, second.raw, 0, second.raw.rows, &m, pair ? 0 : tiles, pair ? 2 : 0,
             unit_of(second));
   return p;
 }
 
-// A residual, two slices of a product, and what is right for their norm.
+// A residual and its norm.
 struct Norm {
-  std::vector<float> residual, add, gain, sum, normed;
-  std::vector<double> right;
+  std::vector<float> residual, gain, normed;
   InputNorm args = {};
 };
 
@@ -94,33 +98,27 @@ Norm make_norm_of(int tokens, int cols, emulated::Random *random) {
   Norm n;
   const size_t all = static_cast<size_t>(tokens * cols);
   for (size_t i = 0; i < all; i++) n.residual.push_back(random->normal());
-  for (size_t i = 0; i < 2 * all; i++) n.add.push_back(random->normal());
   for (int i = 0; i < cols; i++) n.gain.push_back(random->uniform(0.5f, 1.5f));
-  n.sum.assign(all, NAN);
   n.normed.resize(all);
-  n.args = {n.residual.data(),      n.add.data(),  n.sum.data(), cols, cols, 2,
-            tokens * int64_t{cols}, n.gain.data(), 1e-6f};
-  for (size_t i = 0; i < all; i++)
-    n.right.push_back(static_cast<double>(n.residual[i]) + n.add[i] + n.add[all + i]);
+  n.args = {n.residual.data(), cols, cols, n.gain.data(), 1e-6f};
   for (size_t row = 0; row < all; row += static_cast<size_t>(cols)) {
     double squares = 0;
-    for (int i = 0; i < cols; i++) squares += n.right[row + i] * n.right[row + i];
+    for (int i = 0; i < cols; i++)
+      squares += static_cast<double>(n.residual[row + i]) * n.residual[row + i];
     for (int i = 0; i < cols; i++)
       n.normed[row + i] =
-          static_cast<float>(n.right[row + i] / sqrt(squares / cols + 1e-6) * n.gain[i]);
+          static_cast<float>(n.residual[row + i] / sqrt(squares / cols + 1e-6) * n.gain[i]);
   }
   return n;
 }
 
-enum Kind { kPlainKind, kPairKind, kNormedKind };
-
 bool compare(int encoding, const char *name, const Sizes &sizes, Kind kind, int tokens,
              const Room &room, emulated::Random *random) {
-  const bool pair = kind == kPairKind, norm = kind == kNormedKind;
+  const bool pair = kind == kPairKind, norm = kind == kNormedKind, added = kind == kAddedKind;
   const Stored first = make_stored(encoding, sizes.rows, sizes.cols, random),
                second = make_stored(encoding, pair ? sizes.rows : sizes.more, sizes.cols, random),
                beside = make_stored(KSL_ENC_BF16, kPlainRows, sizes.cols, random);
-  const Product product = pack(first, second, pair, kind == kPlainKind, room);
+  const Product product = pack(first, second, kind, room);
   const Packed &m = product.packed;
 
   const Norm made = make_norm_of(tokens, sizes.cols, random);
@@ -139,13 +137,20 @@ bool compare(int encoding, const char *name, const Sizes &sizes, Kind kind, int 
       if (!norm) split_store(split, t, k, x[at]);
     }
 
-  const int slices = slices_of(m, tokens).n;
+  const int slices = added ? 1 : slices_of(m, tokens).n;
+  const int bytes = packed_block_bytes(encoding);
+  if (added && !stream_adds(m.joined, m.tiles, m.supers, bytes, room)) exit(2);
   std::vector<float> y[3];
   Output outputs[kGroupParts] = {};
   const Raw *raws[] = {&first.raw, &second.raw, &beside.raw};
   for (int i = 0; i < 3; i++) {
     y[i].assign(static_cast<size_t>(slices * tokens * raws[i]->rows), NAN);
     outputs[i] = {y[i].data(), raws[i]->rows, static_cast<int64_t>(tokens) * raws[i]->rows};
+  }
+  std::vector<float> before;
+  if (added) {
+    for (float &v : y[0]) before.push_back(v = random->normal());
+    outputs[0].add = true;
   }
   std::vector<float> act(static_cast<size_t>(tokens * sizes.rows), NAN);
   PairOutput to = {};
@@ -169,13 +174,13 @@ bool compare(int encoding, const char *name, const Sizes &sizes, Kind kind, int 
   std::vector<float> found;
   std::vector<double> right;
   for (int i = 0; i < 3; i++)
-    for (int t = 0; t < tokens; t++)
+    for (int t = 0; t < tokens && !(added && i == 1); t++)
       for (int r = 0; r < raws[i]->rows; r++) {
         double sum = 0;
         for (int k = 0; k < sizes.cols; k++)
           sum += static_cast<double>(raw_any(*raws[i], r, k)) *
                  (i < 2 ? rounded : x)[static_cast<size_t>(t * sizes.cols + k)];
-        right.push_back(sum);
+        right.push_back(sum + (added && i == 0 ? before[right.size()] : 0));
         float total = 0;
         for (int s = 0; s < (i < 2 ? slices : 1); s++)
           total += y[i][static_cast<size_t>((s * tokens + t) * raws[i]->rows + r)];
@@ -186,14 +191,10 @@ bool compare(int encoding, const char *name, const Sizes &sizes, Kind kind, int 
     found.push_back(act[i]);
     right.push_back(right[i] / (1 + exp(-right[i])) * right[up + i]);
   }
-  for (size_t i = 0; norm && i < made.sum.size(); i++) {
-    found.push_back(made.sum[i]);
-    right.push_back(made.right[i]);
-  }
   char what[80];
   snprintf(what, sizeof what, "%s, %d tokens%s, %d slices of %d, %d ways, sets of %d", name, tokens,
-           pair ? ", a pair" : (norm ? ", normed" : ""), slices, m.shares.slices, m.shares.ways,
-           m.shares.set_tiles);
+           pair ? ", a pair" : (norm ? ", normed" : (added ? ", added" : "")), slices,
+           m.shares.slices, m.shares.ways, m.shares.set_tiles);
   return emulated::near(what, found, right, norm ? 1e-4 : 1e-5);  // some round the other way
 }
 
@@ -203,20 +204,23 @@ bool compare(int encoding, const char *name, const Sizes &sizes, Kind kind, int 
 int main(int argc, char **argv) {
   emulated::Random random(emulated::begin(argc, argv));
   // Slices that few tokens join; longer chains than rings; sets of tiles whose elements have two
-  // chains; 99 KiB of shared memory; a norm, which bf16 does without.
-  const ksl::Sizes flat = {24, 36, 3088}, tall = {24, 330, 784}, few = {24, 36, 784};
-  const ksl::Room large = {4, 233472, 232448}, one = {1, 147456, 147456},
-                  whole = {1, 233472, 232448}, small = {1, 102400, ksl::kSmallRoom};
+  // chains; 99 KiB of shared memory; a norm, which bf16 does without; slices that are added, two
+  // and joined ones, or whole products.
+  const ksl::Sizes flat = {24, 36, 3088}, tall = {24, 330, 784}, few = {24, 36, 784},
+                   four = {155, 16, 1296};
+  const ksl::Room eight = {8, 233472, 232448}, large = {4, 233472, 232448},
+                  one = {1, 147456, 147456}, whole = {1, 233472, 232448},
+                  small = {1, 102400, ksl::kSmallRoom};
   const struct {
     ksl::Room room;
     ksl::Sizes sizes;
     std::vector<int> tokens;
     ksl::Kind kind;
-  } devices[] = {{large, flat, {1, 4, 8}, ksl::kPlainKind},
-                 {one, flat, {1, 4, 13, 27}, ksl::kPairKind},
-                 {whole, tall, {2, 8}, ksl::kPlainKind},
-                 {small, flat, {1, 8, 27}, ksl::kPlainKind},
-                 {large, few, {1, 2}, ksl::kNormedKind}};
+  } devices[] = {
+      {large, flat, {1, 4, 8}, ksl::kPlainKind}, {one, flat, {1, 4, 13, 27}, ksl::kPairKind},
+      {whole, tall, {2, 8}, ksl::kPlainKind},    {small, flat, {1, 8, 27}, ksl::kPlainKind},
+      {large, few, {1, 2}, ksl::kNormedKind},    {large, flat, {1, 2}, ksl::kAddedKind},
+      {eight, four, {1, 2}, ksl::kAddedKind},    {whole, few, {2}, ksl::kAddedKind}};
   const struct {
     int encoding;
     const char *name;

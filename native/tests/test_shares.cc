@@ -127,9 +127,22 @@ int main() {
       }
     }
   }
-  // A block writes one run of the new residual.
-  if (ksl::stream_makes_norm({1, 2, 1, 3}, kBlocks[1], 4, false, 1, rooms[0])) failures++;
-  if (!ksl::stream_makes_norm({1, 2, 1, 4}, kBlocks[1], 4, false, 1, rooms[0])) failures++;
+  // What is added to the residual of the 27B model are two slices, added by clusters where a block
+  // has room; none has of more slices, or of tiles in sets.
+  for (const Matrix &m : {Matrix{5120, 6144, true}, Matrix{5120, 17408, true}}) {
+    for (const int weights : {kBlocks[0], kBlocks[1]}) {
+      for (const Room &room : rooms) {
+        const int tiles = m.rows / 16, supers = m.cols / 256;
+        const Shares s = ksl::join_slices(ksl::choose_shares(tiles, supers, weights, true, room),
+                                          tiles, weights, room);
+        check(ksl::stream_adds(s, tiles, supers, weights, room) == (&room == &rooms[0]), "adds", m,
+              room);
+      }
+    }
+  }
+  if (!ksl::stream_adds({2, 1, 2, 4}, 8, 4, kBlocks[1], rooms[0])) failures++;
+  if (ksl::stream_adds({2, 1, 2, 4}, 9, 4, kBlocks[1], rooms[0])) failures++;
+  if (ksl::stream_adds({2, 1, 3, 4}, 8, 4, kBlocks[1], rooms[0])) failures++;
   if (failures > 0) fprintf(stderr, "%d failures\n", failures);
   return failures > 0 ? 1 : 0;
 }

@@ -13,7 +13,8 @@ from tests.native.objects import ROOT, build_module
 _FUNCTION = re.compile(r"^(?:template [^\n]*\n)?__device__ [^{};]*\{\n(?:.*\n)*?\}\n", re.M)
 _LAUNCH = re.compile(r"kernel<<<\((\w+)\), \((\w+)\), 0, [^>]*->stream>>>\(__VA_ARGS__\)")
 _WAIT = re.compile(
-    r"\b(?:bulk_wait|barrier_wait|copy_wait<\d>|named_barrier|meet|__syncthreads)\((?!int )"
+    r"\b(?:bulk_wait|barrier_wait|cluster_began|copy_wait<\d>|named_barrier|meet|__syncthreads)"
+    r"\((?!int )"
 )
 _FENCE = re.compile(r'asm volatile\("[^"]*" ::: "memory"\);')
 _HINT = re.compile(r'asm volatile\("prefetch[^"]*"[^;]*\);')

@@ -55,6 +55,26 @@ __device__ inline void bulk_load(unsigned to, const void *from, unsigned bytes, 
       "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
 }
+// Blocks of a cluster, which have begun, with all that came before this call, when
+// cluster_began returns. All threads arrive once.
+__device__ inline void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+}
+__device__ inline void cluster_began() {
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+// Stores a value at the same place of another block of the cluster; it completes 4 bytes on that
+// block's barrier.
+__device__ inline void cluster_give(unsigned to, float value, unsigned barrier, unsigned rank) {
+  asm volatile(
+      "{\n .reg .b32 to, barrier;\n"
+      " mapa.shared::cluster.u32 to, %0, %3;\n"
+      " mapa.shared::cluster.u32 barrier, %2, %3;\n"
+      " st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [to], %1, [barrier];\n}" ::
+          "r"(to),
+      "r"(__float_as_uint(value)), "r"(barrier), "r"(rank)
+      : "memory");
+}
 // Into L2 alone.
 __device__ inline void bulk_ahead(const void *from, unsigned bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");

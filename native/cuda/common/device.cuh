@@ -33,21 +33,29 @@ inline bool keep_error(Device *device, cudaError_t code, const char *what) {
   } while (0)
 
 // The same for kernels that begin with begin_chained: their blocks may come up while the kernel
-// before them ends.
+// before them ends. In clusters of so many blocks of a row of the grid, if more than one.
 template <class... P, class... A>
-inline void launch_chained(Device *device, const char *name, void (*kernel)(P...), dim3 grid,
-                           dim3 block, size_t shared, const A &...arguments) {
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+inline void launch_clusters(Device *device, const char *name, void (*kernel)(P...), dim3 grid,
+                            dim3 block, size_t shared, int cluster, const A &...arguments) {
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = static_cast<unsigned>(cluster);
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = shared;
   config.stream = device->stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = cluster > 1 ? 2 : 1;
   keep_error(device, cudaLaunchKernelEx(&config, kernel, P(arguments)...), name);
+}
+template <class... P, class... A>
+inline void launch_chained(Device *device, const char *name, void (*kernel)(P...), dim3 grid,
+                           dim3 block, size_t shared, const A &...arguments) {
+  launch_clusters(device, name, kernel, grid, block, shared, 1, arguments...);
 }
 // Lets a kernel have `bytes` of shared memory.
 template <class... P>

@@ -25,7 +25,7 @@ struct Output {
   float *y;
   int stride;
   int64_t slice_stride;  // from the sums of one slice to those of the next
-  bool add = false;      // to what is there: kernels of many tokens alone
+  bool add = false;  // to what is there, without slices: by kernels of many tokens, or takes_sum
 };
 
 // Rows of one matrix inside a packed group: tiles [first, first + tiles) of 16 rows.
@@ -85,13 +85,11 @@ inline Scaled scaled_of(const Split &split) {
 // Whether the device has them.
 bool block_scaled_runs(const Device &device, int major);
 
-// The norm of a residual to which slices of a product are added. Every block of the product that
-// reads it makes it for itself, which takes less than a kernel between the two.
+// The norm of a residual. Every block of the product that reads it makes it for itself, which takes
+// less than a kernel between the two.
 struct InputNorm {
-  const float *residual, *add;  // [tokens][stride]; slices of it
-  float *sum;  // where the new residual goes: not where the old one is, others may be reading that
-  int stride, width, slices;
-  int64_t slice_stride;
+  const float *x;  // [tokens][stride]
+  int stride, width;
   const float *gain;  // null: there is none
   float eps;
 };
@@ -120,7 +118,9 @@ inline float packed_inverse(int encoding) {
 void gemm_group(Device *device, const Group &group, const float *x, int x_stride,
                 const Split &split, const Output *outputs, const PairOutput *pair, int tokens,
                 const InputNorm *norm = nullptr);
-// Whether it can be.
+// Whether the product of so few tokens can be added to what is there.
+bool takes_sum(const Device &device, const Group &group, int tokens);
+// Whether the norm can be made.
 bool takes_norm(const Device &device, const Group &group, int width, int tokens);
 
 // Whether x is read for such a split.

@@ -104,6 +104,12 @@ void gemm_group(Device *device, const Group &group, const float *x, int x_stride
   if (n_dense > 0) run_dense(device, dense, dense_out, n_dense, x, x_stride, tokens);
 }
 
+bool takes_sum(const Device &device, const Group &group, int tokens) {
+  if (tokens > kFewTokens || group.n_packed != 1 || group.n_plain > 0) return false;
+  const Packed &m = group.packed[0];
+  return stream_adds(m.joined, m.tiles, m.supers, packed_block_bytes(m.encoding), device.room);
+}
+
 bool takes_norm(const Device &device, const Group &group, int width, int tokens) {
   if (tokens > kNormTokens || group.n_packed != 1) return false;
   const Packed &m = group.packed[0];

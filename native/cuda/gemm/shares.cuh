@@ -46,6 +46,10 @@ constexpr int64_t stream_few_bytes(const Shares &s, int weights, int stages, int
   return stages * (static_cast<int64_t>(s.set_tiles) * s.ways * weights + 16) +
          static_cast<int64_t>(range) * tokens * 512 + s.set_tiles * (s.ways - 1) * 512;
 }
+// Beside them, what the last of two slices is given of the first, if its block adds them.
+constexpr int64_t stream_given_bytes(const Shares &s, int tokens) {
+  return static_cast<int64_t>(s.set_tiles) * tokens * 64;
+}
 constexpr int64_t stream_many_bytes(const Shares &s, int weights, int stages, int tiles,
                                     int groups) {
   const int64_t part = s.set_tiles * weights + groups * kSuperBytes;
@@ -64,10 +68,19 @@ constexpr int64_t stream_quads_bytes(const Shares &s, int weights, int stages, i
              512;
 }
 
+// Whether a product of up to kFewTokens is added to what is there by its own blocks: those of two
+// slices are a cluster.
+constexpr bool stream_adds(const Shares &s, int tiles, int supers, int weights, const Room &room) {
+  const int range = (supers + s.slices - 1) / s.slices;
+  return room.block_bytes > kSmallRoom && s.slices <= 2 && s.shares * s.set_tiles >= tiles &&
+         stream_few_bytes(s, weights, 2, range, kFewTokens) + stream_given_bytes(s, kFewTokens) <=
+             stream_most(room);
+}
+
 // Whether the blocks of a product make the norm of what it reads, `runs` times 256 elements of each
-// token: a warp has a run, and all but one, which fetches, take part; a block writes one of the new
-// residual. floats: plain rows read it, and their place holds the weights of the norm before; else
-// the last of three stages does until it is fetched.
+// token: a warp has a run, and all but one, which fetches, take part. floats: plain rows read it,
+// and their place holds the weights of the norm before; else the last of three stages does until it
+// is fetched.
 constexpr int64_t stream_normed_bytes(const Shares &s, int weights, int stages, int runs,
                                       bool floats, int tokens) {
   return stream_few_bytes(s, weights, stages, runs, tokens) +
@@ -76,7 +89,7 @@ constexpr int64_t stream_normed_bytes(const Shares &s, int weights, int stages, 
 constexpr bool stream_makes_norm(const Shares &s, int weights, int runs, bool floats, int tokens,
                                  const Room &room) {
   const int stages = floats ? 2 : 3;
-  return s.slices == 1 && runs <= kMaxStreamWarps + 1 && runs <= s.shares &&
+  return s.slices == 1 && runs <= kMaxStreamWarps + 1 &&
          (floats || runs * 1024 <= s.set_tiles * s.ways * weights) &&
          stream_normed_bytes(s, weights, stages, runs, floats, tokens) <= stream_most_beside(room);
 }

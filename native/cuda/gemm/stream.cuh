@@ -49,6 +49,7 @@ struct StreamArgs {
   int64_t group_bytes;          // from eight tokens to the next eight
   float x_inverse, x_scale;
   int tokens;
+  bool adds;  // to the output; blocks of two slices are a cluster
   bool paired;
   PairOutput pair;
   InputNorm norm;   // made instead of reading x if it has a gain
@@ -255,6 +256,40 @@ __device__ inline void join_second(const StreamArgs &a, const float *others, flo
   for (int i = 0; i < 4; i++) sum[i] += second[0][0][i];
 }
 
+// What a tile's sums are added to: rows g and g + 8, two tokens of each.
+template <int kTokens>
+__device__ inline void rows_before(const StreamArgs &a, int tile, int lane, float (&c)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int token = 2 * (lane & 3) + (i & 1), row = tile * 16 + (lane >> 2) + 4 * (i & 2);
+    if (token < kTokens && token < a.tokens && row < a.parts[0].rows)
+      c[i] = a.outputs[0].y[static_cast<int64_t>(token) * a.outputs[0].stride + row];
+  }
+}
+// Adds them. given: [kTokens][16] of the tile in shared memory, where the block of the first of two
+// slices puts its sums into that of the other, for which the barrier `came` waits there.
+template <int kTokens>
+__device__ inline void add_rows(const StreamArgs &a, int tile, int slice, int lane, float *given,
+                                unsigned came, const float (&before)[4], const float (&c)[4]) {
+  const bool first = slice + 1 < a.slices;
+  if (first) cluster_began();
+  if (!first && a.slices > 1) bulk_wait(came, 0);
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int token = 2 * (lane & 3) + (i & 1), row = (lane >> 2) + 4 * (i & 2);
+    if (token >= kTokens) continue;
+    float *const at = given + token * 16 + row;
+    if (first) {
+      cluster_give(shared_at(at), c[i], came, slice + 1);
+      continue;
+    }
+    if (token >= a.tokens || tile * 16 + row >= a.parts[0].rows) continue;
+    const float sum = a.slices > 1 ? *at + c[i] : c[i];
+    a.outputs[0].y[static_cast<int64_t>(token) * a.outputs[0].stride + tile * 16 + row] =
+        before[i] + sum;
+  }
+}
+
 constexpr int kFewPlainWarps = 1;  // its tokens are one set of them
 // The same in stream_few_beside.
 template <int kTokens>
@@ -290,14 +325,7 @@ __device__ inline void make_norm(const StreamArgs &a, int run, int lane, float4 
   for (int t = 0; t < kTokens; t++) {
     if (inside) {
       const int64_t at = static_cast<int64_t>(t) * n.stride + i;
-      float y[kRun];
-      load8(n.residual + at, v[t]);
-      load8(n.add + at, y);
-#pragma unroll 1
-      for (int slice = 1; slice < n.slices; slice++) add8(n.add + slice * n.slice_stride + at, y);
-#pragma unroll
-      for (int k = 0; k < kRun; k++) v[t][k] += y[k];
-      if (run == static_cast<int>(blockIdx.x)) store8(n.sum + at, v[t]);
+      load8(n.x + at, v[t]);
     }
     const float square = warp_sum(add_squares(v[t], i, n.width, 0.0f));
     if (lane == 0) squares[t][run] = square;
@@ -352,6 +380,8 @@ __device__ inline void few(const StreamArgs &a) {
   // kNorm: the barrier that says that what the norm is made of has come; sums of its runs.
   __shared__ uint64_t loaded;
   __shared__ __align__(16) float squares[kTokens][kMostRuns];
+  // Of one that adds: for the sums of the other slice.
+  __shared__ uint64_t came;
   extern __shared__ __align__(128) uint8_t memory[];
   allow_next();
   const int lane = pinned_lane(), warp = threadIdx.x >> 5;
@@ -364,12 +394,17 @@ __device__ inline void few(const StreamArgs &a) {
     }
     if (kNorm) bulk_barrier(shared_at(&loaded), a.norm_warps);
     if (!kBeside) plain_ring_barriers({a.plain_warps, 2 * a.plain_half, memory + a.plain_at});
+    if (!kNorm) bulk_barrier(shared_at(&came), 1);
     bulk_barriers_made();
   }
+  if (!kNorm && a.adds) cluster_arrive();
   if (kNorm && threadIdx.x < kTokens * kMostRuns) (&squares[0][0])[threadIdx.x] = 0;
   __syncthreads();
-  // x; [set_tiles][ways - 1][4][32]: sums of the ways but the first; kNorm: what plain rows read
+  // What the other slice gives, see add_rows; x; [set_tiles][ways - 1][4][32]: sums of the ways but
+  // the first; kNorm: what plain rows read
   uint8_t *x = memory + stages * (stage + 16);
+  float *const given = reinterpret_cast<float *>(x);
+  if (!kNorm && a.adds) x += a.set_tiles * kTokens * 64;
   if constexpr (kNorm) {
     if (warp != warps) {
       const int rows = warp == warps + 1 ? a.plain.first_row[a.plain.n] : 0;
@@ -445,6 +480,8 @@ __device__ inline void few(const StreamArgs &a) {
   const int n = chain.n;
   float *others = reinterpret_cast<float *>(x + share.range * 8 * kPart);
   if constexpr (!kNorm) {
+    if (a.adds && threadIdx.x == 0)
+      bulk_expect(shared_at(&came), (share.last - share.first) * kTokens * 64);
     wait_before();
     for (int i = threadIdx.x; i < share.range * 8 * kLanes; i += warps * 32)
       reinterpret_cast<uint4 *>(x)[i] =
@@ -461,7 +498,9 @@ __device__ inline void few(const StreamArgs &a) {
     const int tile = set + slot;
     const float2 scales = row_scales(a, tile, share.last, lane);
     const bool works = tile < share.last;
-    float sum[1][1][4] = {};
+    float sum[1][1][4] = {}, before[4] = {};
+    if (!kNorm && a.adds && way == 0 && works && share.slice + 1 == a.slices)
+      rows_before<kTokens>(a, tile, lane, before);
     const uint8_t *at = x;
 #pragma unroll 1
     for (int i = 0; i < steps; i++) {
@@ -491,7 +530,11 @@ __device__ inline void few(const StreamArgs &a) {
     if (way != 0 || !works) continue;
     scale_group(a, scales, sum[0][0]);
     if (a.joins > 1) join_second(a, others + slot * (a.ways - 1) * 128 + lane, scales, sum[0][0]);
-    write_group(a, tile, share.slice, 0, lane, sum[0][0]);
+    if (!kNorm && a.adds)
+      add_rows<kTokens>(a, tile, share.slice, lane, given + slot * kTokens * 16, shared_at(&came),
+                        before, sum[0][0]);
+    else
+      write_group(a, tile, share.slice, 0, lane, sum[0][0]);
   }
 }
 

@@ -31,6 +31,7 @@ inline StreamArgs stream_args(const Packed &m, const Split &x, const Output *out
   a.x_inverse = packed_inverse(m.encoding) / x.scale;
   a.x_scale = x.scale;
   a.tokens = tokens;
+  a.adds = outputs[0].add;
   a.paired = m.pair;
   if (m.pair) a.pair = *pair;
   a.plain = plain;
@@ -65,8 +66,9 @@ void launch_stream(Device *device, void (*kernel)(StreamArgs), StreamArgs a, int
     a.plain_at = static_cast<int>(needed);
     needed += 2 * a.plain_half * round;
   }
-  launch_chained(device, "stream", kernel, dim3(a.shares * a.slices, sets),
-                 (warps + a.plain_warps) * 32, needed > least ? needed : least, a);
+  launch_clusters(device, "stream", kernel, dim3(a.shares * a.slices, sets),
+                  (warps + a.plain_warps) * 32, needed > least ? needed : least,
+                  a.adds ? a.slices : 1, a);
 }
 
 inline Shares shares_of(const StreamArgs &a) {
@@ -80,7 +82,8 @@ int64_t few_bytes(const StreamArgs &a, int stages) {
                                a.plain.n > 0, kTokens) +
            a.plain_bytes;
   return stream_few_bytes(shares_of(a), Expand<kEncoding>::kBytes, stages,
-                          divide_up(a.supers, a.slices), kTokens);
+                          divide_up(a.supers, a.slices), kTokens) +
+         (a.adds ? stream_given_bytes(shares_of(a), kTokens) : 0);
 }
 
 template <int kEncoding, int kTokens>

@@ -51,7 +51,7 @@ __device__ __forceinline__ void norm_row(const NormArgs &a) {
   for (int pass = 0; pass < kPasses; pass++) {
     const int i = (pass * blockDim.x + first) * kRun;
     if (i >= a.width) continue;
-    load8(a.from + at + i, x[pass]);
+    load8(a.x + at + i, x[pass]);
     if (a.add != nullptr) {
       float y[kRun];
       const float *from = a.add + at + i;

@@ -5,11 +5,10 @@ namespace ksl {
 
 constexpr int kMaxHidden = 16384;
 
-// x = from + add; out = rms(x) gain. A block is one column. width: at most kMaxHidden. add: the
+// x += add; out = rms(x) gain. A block is one column. width: at most kMaxHidden. add: the
 // sums of slices.
 struct NormArgs {
   float *x;
-  const float *from;  // may be x; panel_norm takes it to be
   int stride, width;
   const float *add;  // null: nothing
   Slices slices;

@@ -166,6 +166,7 @@ struct Thread {
   int seen = 0;
   std::vector<Copy> copies;  // asynchronous ones on their way, group by group
   std::vector<size_t> groups;
+  bool cluster_began = false;
 };
 inline std::vector<Copy> bulk;              // those of the block
 inline std::vector<const void *> barriers;  // that it has made
@@ -187,6 +188,10 @@ inline void send(const Copy &copy) {
   else
     bulk.push_back(copy);
 }
+// Blocks of a cluster, one after the other: what one has been given by the one before it is on its
+// way when all of its threads have arrived, and comes then or behind all other copies.
+inline std::vector<Copy> given, coming;
+inline unsigned cluster = 1, cluster_arrivals;
 inline void give_way() {
   if (!_setjmp(now->place)) _longjmp(rounds, 1);
 }
@@ -246,6 +251,8 @@ inline void run_block(Block *what, Thread *threads, int n) {
   for (int &waiting : block->named) waiting = 0;
   bulk.clear();
   barriers.clear();
+  coming.clear();
+  cluster_arrivals = 0;
   for (uint8_t *memory : shared) memset(memory, 0x7f, kShared);
   block->warps.assign(static_cast<size_t>(n / 32), Warp());
   for (int i = 0; i < n; i++) {
@@ -254,7 +261,7 @@ inline void run_block(Block *what, Thread *threads, int n) {
     thread.turn = nullptr;
     thread.copies.clear();
     thread.groups.clear();
-    thread.begun = thread.done = false;
+    thread.begun = thread.done = thread.cluster_began = false;
     getcontext(&thread.context);
     thread.context.uc_stack.ss_sp = thread.stack.data();
     thread.context.uc_stack.ss_size = thread.stack.size();
@@ -269,9 +276,10 @@ inline void run_block(Block *what, Thread *threads, int n) {
         if (thread.turn != nullptr && *thread.turn == thread.seen) continue;
         run(&thread);
       }
-    if (!moved && !bulk.empty()) {
-      const Copy first = bulk.front();
-      bulk.erase(bulk.begin());
+    std::vector<Copy> &next = bulk.empty() ? coming : bulk;
+    if (!moved && !next.empty()) {
+      const Copy first = next.front();
+      next.erase(next.begin());
       first.make();
       moved = true;
     }
@@ -357,11 +365,15 @@ typedef void *cudaStream_t;
 enum cudaError_t { cudaSuccess };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
-enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+enum cudaLaunchAttributeID {
+  cudaLaunchAttributeProgrammaticStreamSerialization,
+  cudaLaunchAttributeClusterDimension
+};
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
   struct {
     int programmaticStreamSerializationAllowed;
+    dim3 clusterDim;
   } val;
 };
 struct cudaLaunchConfig_t {
@@ -410,6 +422,8 @@ template <class... P, class... A>
 inline cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(P...),
                                       A &&...arguments) {
   if (config->dynamicSmemBytes > emulated::kShared) abort();
+  emulated::cluster = config->numAttrs > 1 ? config->attrs[1].val.clusterDim.x : 1;
+  if (config->gridDim.x % emulated::cluster != 0) abort();
   emulated::launch(config->gridDim, config->blockDim, kernel, arguments...);
   return cudaSuccess;
 }
@@ -586,6 +600,31 @@ inline void bulk_load(unsigned to, const void *from, unsigned bytes, unsigned ba
                     at->bytes -= static_cast<int>(n);
                     bulk_turn(at);
                   }});
+}
+inline void cluster_arrive() {
+  using namespace emulated;
+  if (++cluster_arrivals < static_cast<unsigned>(block->live)) return;
+  coming.swap(given);
+  for (size_t i = 0; early && i < coming.size(); i++) coming[i].make();
+  if (early) coming.clear();
+}
+inline void cluster_began() {
+  emulated::now->cluster_began = true;
+}
+// To the next block. What comes before that has begun is lost.
+inline void cluster_give(unsigned to, float value, unsigned barrier, unsigned rank) {
+  const unsigned own = blockIdx.x % emulated::cluster;
+  if (rank != own + 1 || rank >= emulated::cluster || (to & 3)) abort();
+  static std::vector<float *> values;  // for good: a copy may come late
+  if (!emulated::now->cluster_began) return;
+  values.push_back(new float(value));
+  emulated::given.push_back({at_shared(to), values.back(), sizeof value,
+                             reinterpret_cast<uint64_t *>(barrier_at(barrier)),
+                             [](uint64_t *b, size_t n) {
+                               BulkBarrier *const at = reinterpret_cast<BulkBarrier *>(b);
+                               at->bytes -= static_cast<int>(n);
+                               bulk_turn(at);
+                             }});
 }
 inline uint64_t bulk_policy(bool once) {
   return once;
