@@ -8,11 +8,11 @@ that gains gives as much as many waves of waiting."""
 
 from __future__ import annotations
 
-PART = 1 / 200  # of the time of plain waves
-MOST = 12.0  # plain waves that can be saved up by waiting
-EARNED = 32.0  # and by what drafts gained: some long ones that fail, on a CPU
+PART = 1 / 400  # of the time of plain waves
+MOST = 6.0  # plain waves that can be saved up by waiting
+EARNED = 16.0  # and by what drafts gained: some long ones that fail, on a CPU
 FIRST = 4.0  # at first
-OWED = 4.0  # most that one correction takes
+OWED = 12.0  # most that one correction takes
 
 
 class Allowance:

@@ -28,12 +28,12 @@ STEP = 0.1  # most that one measurement moves a figure
 CLIP = 3.0  # drafts are charged with at most so many times what their wave was expected to take
 # Of a plain wave, what drafts cost beside that: the plain ones that waves with drafts are compared
 # with were looked at, and take longer than those that nobody looks at.
-UNSEEN = 0.1
+UNSEEN = 0.15
 MEAN_RATE = 1 / 32  # weight of a wave in averages
 FRESH = 16  # waves for which a table of multiples serves, once they are sure
 # Part of the time that looks for drafts may take where they find nothing; the waves between two of
 # them that follow from it, at least and at most.
-LOOKS = 1 / 400
+LOOKS = 1 / 1000
 PACE_MIN, PACE_MAX = 4, 64
 
 

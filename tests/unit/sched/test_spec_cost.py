@@ -278,8 +278,8 @@ def test_looks_in_vain_are_far_between_where_they_take_time() -> None:
         costs.looked(0.01, 100.0)
     assert costs.pace == PACE_MIN
     for _ in range(100):
-        costs.looked(0.03, 0.3)
-    assert costs.pace == pytest.approx(0.1 / LOOKS, rel=0.1)
+        costs.looked(0.009, 0.3)
+    assert costs.pace == pytest.approx(0.03 / LOOKS, rel=0.1)
     for _ in range(60):
         costs.looked(3.0, 0.3)
     assert costs.pace == PACE_MAX
