@@ -13,13 +13,13 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kslserve.errors import UsageError
 from kslserve.setting import AUTO, Spec, parse, setting, toml
 
 ENV_PREFIX = "KSL_"
+FILE_BYTES = 1 << 20  # of settings, of keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,11 +238,26 @@ def _hint(key: str, table: Mapping[str, Any]) -> str:
 
 def _read_file(path: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read the settings file {path}: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return tomllib.loads(_text_of(path, f"the settings file {path}"))
+    except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path} is not a TOML file: {error}.") from error
+
+
+def _text_of(path: str, what: str) -> str:
+    """All of a file, which may be a pipe, but none that is too large for settings or never ends. A
+    mark of its byte order is left out. UsageError otherwise."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(FILE_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"cannot read {what}: {reason}.") from error
+    if len(data) > FILE_BYTES:
+        raise UsageError(f"cannot read {what}: it has more than {FILE_BYTES >> 20} MiB.")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"cannot read {what}: it is not UTF-8 at byte {error.start}.") from error
 
 
 def _check(s: Settings) -> None:
@@ -251,6 +266,10 @@ def _check(s: Settings) -> None:
         raise UsageError(f"--block-tokens must be a multiple of 16, not {s.block_tokens}.")
     if s.kv_ring % 64:
         raise UsageError(f"--kv-ring must be a multiple of 64, not {s.kv_ring}.")
+    if not s.model:
+        raise UsageError("--model is empty.")
+    if not s.uds and not s.host:
+        raise UsageError("--host is empty; 0.0.0.0 stands for every address of this machine.")
     if s.engine == "scripted" and not s.script:
         raise UsageError("--engine scripted needs --script.")
     if not s.uds and not is_loopback(s.host) and not s.insecure and not keys_of(s):
@@ -274,10 +293,7 @@ def keys_of(s: Settings) -> tuple[str, ...]:
     """All accepted API keys. Raises UsageError when the key file cannot be read or is empty."""
     keys = list(s.api_key)
     if s.api_key_file:
-        try:
-            text = Path(s.api_key_file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"cannot read --api-key-file {s.api_key_file}: {error}.") from error
+        text = _text_of(s.api_key_file, f"--api-key-file {s.api_key_file}")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         if not lines:
             raise UsageError(f"--api-key-file {s.api_key_file} holds no key.")

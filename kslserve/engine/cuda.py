@@ -45,12 +45,18 @@ class CudaLibrary:
 
         self._free = self._handle.ksl_cuda_free_bytes
         self._free.restype = ctypes.c_uint64
+        self._problem = self._handle.ksl_cuda_problem
+        self._problem.restype = ctypes.c_char_p
         self._read = self._handle.ksl_cuda_read_bandwidth
         self._read.restype, self._read.argtypes = ctypes.c_double, [ctypes.c_size_t]
 
     def free_bytes(self) -> int:
         """Free memory of the device; 0 where it cannot be asked."""
         return int(self._free())
+
+    def problem(self) -> str:
+        """Why the device cannot be used, in the words of the CUDA runtime; empty where it can."""
+        return str(self._problem().decode())
 
     def read_bandwidth(self, size: int) -> float:
         """Bytes per second at which a plain kernel reads `size` bytes; 0 where it cannot run."""

@@ -20,7 +20,7 @@ from kslserve.engine.types import Engine, EngineInfo
 from kslserve.errors import ModelFileError
 from kslserve.ksl.model import ModelFile, read_texts
 from kslserve.ksl.open import open_model, open_source
-from kslserve.sched.cache.diskstore import DiskStore, Scan, StateSizes
+from kslserve.sched.cache.diskstore import DiskStore, Scan, StateSizes, own_folder
 from kslserve.sched.spec.policy import SpecPolicy
 from kslserve.service.grammar import GrammarError, Grammars
 from kslserve.service.model import ServedModel
@@ -67,6 +67,8 @@ class Backend:
 def open_backend(settings: Settings, log_line: Callable[[str], None]) -> Backend:
     """Open the model and the engine. log_line hears of slow steps. Raises UsageError
     (ModelFileError included) or EngineError with one sentence."""
+    if settings.prefix_cache and settings.prefix_cache_dir:
+        own_folder(settings.prefix_cache_dir)  # refused before the weights are read
     model = _open_model(settings, log_line)
     with model:
         leave_unused_head(settings, model)

@@ -48,7 +48,14 @@ def open_library(settings: Settings) -> Any:
 
 
 def free_bytes(settings: Settings) -> int:
-    """Memory that weights and pools may take, of the device or of the machine."""
+    """Memory that weights and pools may take, of the device or of the machine. UsageError where the
+    device cannot be used."""
     if settings.engine == "native" and settings.device == "cuda":
-        return int(open_library(settings).free_bytes())
+        library = open_library(settings)
+        free = int(library.free_bytes())
+        if free == 0:
+            raise UsageError(
+                f"the CUDA device cannot be used: {library.problem()}; --device cpu does without."
+            )
+        return free
     return free_memory_bytes()

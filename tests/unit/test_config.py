@@ -74,7 +74,11 @@ def test_lists_switches_and_auto() -> None:
         ({"engine": "scripted"}, {}, "--engine scripted needs --script"),
         ({"host": "0.0.0.0"}, {}, "--host 0.0.0.0 is reachable from other machines"),
         ({"cors_origin": ["*"]}, {}, "--cors-origin is an origin such as"),
+        ({"host": ""}, {}, "--host is empty"),
+        ({"model": ""}, {}, "--model is empty"),
         ({"api_key_file": "/nonexistent/keys"}, {}, "cannot read --api-key-file"),
+        ({"api_key_file": "/dev/zero"}, {}, "/dev/zero: it has more than 1 MiB"),
+        ({"api_key_file": "/tmp"}, {}, "/tmp: Is a directory."),
     ],
 )
 def test_bad_values_are_one_sentence(flags: dict, environ: dict, part: str) -> None:
@@ -104,9 +108,21 @@ def test_bad_files(tmp_path: Path, text: str, part: str) -> None:
     assert part in str(caught.value)
 
 
-def test_missing_file() -> None:
-    with pytest.raises(UsageError, match="cannot read the settings file"):
-        load(file=Path("/nonexistent/ksl.toml"))
+@pytest.mark.parametrize("path", ["/nonexistent/ksl.toml", "/tmp", "/dev/zero"])
+def test_what_is_no_file_of_settings(path: str) -> None:
+    with pytest.raises(UsageError, match=f"cannot read the settings file {path}: "):
+        load(file=Path(path))
+
+
+def test_a_mark_of_the_byte_order_is_no_part_of_a_file(tmp_path: Path) -> None:
+    settings, keys = tmp_path / "ksl.toml", tmp_path / "keys"
+    settings.write_text("port = 7\n", encoding="utf-8-sig")
+    keys.write_text("one\n", encoding="utf-8-sig")
+    loaded = load({"api_key_file": str(keys)}, file=settings).settings
+    assert (loaded.port, config.keys_of(loaded)) == (7, ("one",))
+    keys.write_bytes(b"\xff\xfeo\0n\0e\0")
+    with pytest.raises(UsageError, match="it is not UTF-8 at byte 0"):
+        config.keys_of(loaded)
 
 
 def test_print_config_is_toml_and_hides_keys(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

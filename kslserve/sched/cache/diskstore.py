@@ -17,6 +17,7 @@ import hashlib
 import os
 import stat
 import struct
+import tempfile
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -107,20 +108,29 @@ class Scan:
     bad: int
 
 
+def own_folder(folder: str) -> Path:
+    """The folder, made where it is missing. UsageError where it cannot be made, written to, or made
+    its owner's alone."""
+    path = Path(folder)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if stat.S_IMODE(path.stat().st_mode) & 0o077:
+            path.chmod(0o700)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"--prefix-cache-dir {folder} cannot be used: {error.strerror}."
+        ) from error
+    return path
+
+
 class DiskStore:
-    """One folder. Raises UsageError where it cannot be made, or is not its owner's alone."""
+    """One folder: `own_folder`."""
 
     def __init__(self, folder: str, sizes: StateSizes) -> None:
-        self.folder = Path(folder)
+        self.folder = own_folder(folder)
         self.sizes = sizes
-        try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if stat.S_IMODE(self.folder.stat().st_mode) & 0o077:
-                self.folder.chmod(0o700)
-        except OSError as error:
-            raise UsageError(
-                f"--prefix-cache-dir {folder} cannot be used: {error.strerror}."
-            ) from error
 
     def scan(self) -> Scan:
         """Read the heads of all files. Leftovers of writes that were cut short are removed."""

@@ -52,3 +52,11 @@ extern "C" __attribute__((visibility("default"))) uint64_t ksl_cuda_free_bytes(v
   cudaGetLastError();
   return 0;
 }
+
+// Why there are none; empty where there are.
+extern "C" __attribute__((visibility("default"))) const char *ksl_cuda_problem(void) {
+  size_t free_bytes = 0, total = 0;
+  const cudaError_t code = cudaMemGetInfo(&free_bytes, &total);
+  cudaGetLastError();
+  return code == cudaSuccess ? "" : cudaGetErrorString(code);
+}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
 from kslserve.config import Settings
+from kslserve.errors import UsageError
+from kslserve.sched.cache import diskstore
 from kslserve.startup.backend import open_backend
 from tests.unit.ksl.ksl_build import folder
 
@@ -28,6 +32,23 @@ def test_without_a_tokenizer_there_is_none(tmp_path: Path) -> None:
     )
     assert not backend.grammars.built
     backend.engine.close()
+
+
+def test_a_folder_that_cannot_be_used_is_refused_before_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for path, reason in ((file, "File exists"), (file / "in", "Not a directory")):
+        with pytest.raises(UsageError, match=f"--prefix-cache-dir {path} cannot be used: {reason}"):
+            open_backend(Settings(model="/nonexistent", prefix_cache_dir=str(path)), print)
+
+    def refuse(**options: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(diskstore.tempfile, "TemporaryFile", refuse)
+    with pytest.raises(UsageError, match="cannot be used: Read-only file system"):
+        open_backend(Settings(model="/nonexistent", prefix_cache_dir=str(tmp_path / "new")), print)
 
 
 @pytest.mark.parametrize("mode", ["off", "ngram", "mtp", "auto"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,7 @@ from kslserve.config import Settings, load
 from kslserve.engine import cuda
 from kslserve.engine.budget import KV_OF
 from kslserve.errors import EngineError, UsageError
+from kslserve.startup import device
 from kslserve.startup.device import open_library, place
 from tests.tiny import tiny_spec
 
@@ -55,6 +57,14 @@ def test_a_missing_or_broken_library_is_one_sentence(
     broken.write_bytes(b"not a library")
     with pytest.raises(EngineError, match="cannot be loaded"):
         cuda.CudaLibrary(broken)
+
+
+def test_a_device_that_cannot_be_used_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library without a driver, or without one that is new enough."""
+    library = SimpleNamespace(free_bytes=lambda: 0, problem=lambda: "no device is detected")
+    monkeypatch.setattr(device, "open_library", lambda _: library)
+    with pytest.raises(UsageError, match="cannot be used: no device is detected; --device cpu"):
+        device.free_bytes(settings(device="cuda"))
 
 
 def test_float_activations_are_had_on_either_device(monkeypatch: pytest.MonkeyPatch) -> None:
