@@ -8,8 +8,8 @@
 // depend on how many columns or rows a call has.
 //
 // Few columns: a panel is expanded in registers and used once. Many columns: in parts, each of
-// which expands it again; or where that is dear (kIntTiles), panels are expanded block by block
-// into L1 and used for all columns of a chunk.
+// which expands it again; or where that is dear (kIntTileColumns > 1), panels are expanded block by
+// block into L1 and used for all columns of a chunk.
 #include "kernels.h"
 
 namespace ksl {
@@ -404,7 +404,7 @@ static void gemm_int_of(const Matrix *w, const IntInput &in, int n, int r0, int 
                         size_t ys) {
   const int p0 = r0 / kPanel, p1 = (r1 + kPanel - 1) / kPanel;
   if (n <= kIntDirectColumns) return int_few<D, true>(w, in, n, p0, p1, y, ys);
-  if constexpr (kIntTiles) {
+  if constexpr (kIntTileColumns > 1) {
     int_tiled<D>(w, in, n, p0, p1, y, ys);
   } else {
     // A panel for a part of the columns after the other: it comes from memory for the first one

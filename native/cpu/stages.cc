@@ -35,7 +35,7 @@ void copy_tap(void *context, Tap tap, int layer) {
   Backend *b = static_cast<Backend *>(context);
   const ModelSpec *spec = b->spec;
   const float *data = nullptr;
-  size_t stride = b->hidden_stride, segment_stride = 0;
+  int64_t stride = b->hidden_stride, segment_stride = 0;
   int segments = 1, width = tap_width(spec, tap);
   const int key_width = spec->lin_key_heads * spec->lin_key_dim;
   switch (tap) {
@@ -140,7 +140,7 @@ void copy_tap(void *context, Tap tap, int layer) {
     default:
       return;  // logits are copied by the head, batch by batch
   }
-  tap_append(b, tap, layer, data, stride, b->batch->n, segments, width, segment_stride);
+  tap_append(b, tap, layer, {data, stride, b->batch->n, segments, width, segment_stride});
 }
 
 }  // namespace
@@ -154,24 +154,9 @@ void walk(Backend *b, StageList list, int layer) {
   program_walk(list, &kTables[list], b, layer, taps ? copy_tap : nullptr);
 }
 
-void tap_append(Backend *b, Tap tap, int layer, const float *data, size_t column_stride,
-                int columns, int segments, int width, size_t segment_stride) {
-  for (int i = 0; i < b->wave->n_taps; i++) {
-    ksl_tap *out = &b->wave->taps[i];
-    int at = 0;
-    if (tap_find(b->spec, out->name, &at) != tap || at != layer) continue;
-    for (int c = 0; c < columns; c++) {
-      for (int s = 0; s < segments; s++) {
-        const float *from = data + c * column_stride + s * segment_stride;
-        if (out->written < out->capacity) {
-          uint64_t room = out->capacity - out->written;
-          uint64_t n = room < static_cast<uint64_t>(width) ? room : width;
-          memcpy(out->data + out->written, from, n * sizeof(float));
-        }
-        out->written += width;
-      }
-    }
-  }
+void tap_append(Backend *b, Tap tap, int layer, const TapColumns &from) {
+  append_to_taps(b->wave, b->spec, tap, layer, from,
+                 [](float *to, const float *data, size_t n) { memcpy(to, data, n * sizeof *to); });
 }
 
 }  // namespace ksl

@@ -81,7 +81,8 @@ void all_logits(Backend *b) {
       memcpy(b->head_in + c * b->hidden_stride, b->final + (first + c) * b->hidden_stride, bytes);
     }
     head_logits(b, n);
-    tap_append(b, kTapLogits, 0, b->logits, b->vocab_stride, n, 1, b->spec->vocab, 0);
+    tap_append(b, kTapLogits, 0,
+               {b->logits, static_cast<int64_t>(b->vocab_stride), n, 1, b->spec->vocab, 0});
   }
 }
 

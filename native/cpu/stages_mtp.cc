@@ -162,7 +162,8 @@ void stage_mtp_head(void *context, int) {
              b->spec->hidden * sizeof(float));
     }
     head_logits(b, n);
-    tap_append(b, kTapMtpLogits, 0, b->logits, b->vocab_stride, n, 1, b->spec->vocab, 0);
+    tap_append(b, kTapMtpLogits, 0,
+               {b->logits, static_cast<int64_t>(b->vocab_stride), n, 1, b->spec->vocab, 0});
   }
 }
 

@@ -6,6 +6,7 @@
 #include "../common/pool.h"
 #include "../common/program.h"
 #include "../common/sample.h"
+#include "../common/taps.h"
 #include "kernels.h"
 
 namespace ksl {
@@ -408,9 +409,6 @@ void batch_rotary(Backend *b, Batch *batch);
 const StageTable *stage_table(StageList list);
 // Runs a stage list on the batch, with taps if it is the wave's.
 void walk(Backend *b, StageList list, int layer);
-// Appends columns to the tap: `segments` pieces of `width` floats, `segment_stride` apart, for each
-// column.
-void tap_append(Backend *b, Tap tap, int layer, const float *data, size_t column_stride,
-                int columns, int segments, int width, size_t segment_stride);
+void tap_append(Backend *b, Tap tap, int layer, const TapColumns &from);
 
 }  // namespace ksl

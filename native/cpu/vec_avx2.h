@@ -28,7 +28,6 @@ constexpr int direct_panels(int columns) {
 }
 enum { kDirectColumns = 4, kTilePanels = 1, kTileColumns = 6 };
 // The same of the integer product, where a direct pass takes one panel.
-constexpr bool kIntTiles = true;
 enum { kIntDirectColumns = 4, kIntTilePanels = 1, kIntTileColumns = 4 };
 // Of tiles whose weights have a scale per group, which keep more sums.
 enum { kIntGroupPanels = 1, kIntGroupColumns = 4 };

@@ -33,8 +33,8 @@ constexpr int direct_panels(int columns) {
 }
 enum { kDirectColumns = 4, kTilePanels = 2, kTileColumns = 12 };
 // The same of the integer product, where a direct pass takes one panel. Looking codes up is so
-// cheap that direct passes over parts of many columns, whose sums stay in registers, beat tiles.
-constexpr bool kIntTiles = false;
+// cheap that direct passes over parts of many columns, whose sums stay in registers, beat tiles:
+// those of one column are none.
 enum { kIntDirectColumns = 8, kIntTilePanels = 1, kIntTileColumns = 1 };
 // Of tiles whose weights have a scale per group, which keep more sums.
 enum { kIntGroupPanels = 1, kIntGroupColumns = 1 };

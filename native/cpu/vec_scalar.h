@@ -30,7 +30,6 @@ constexpr int direct_panels(int columns) {
 }
 enum { kDirectColumns = 1, kTilePanels = 1, kTileColumns = 2 };
 // The same of the integer product, where a direct pass takes one panel.
-constexpr bool kIntTiles = true;
 enum { kIntDirectColumns = 1, kIntTilePanels = 1, kIntTileColumns = 2 };
 // Of tiles whose weights have a scale per group, which keep more sums.
 enum { kIntGroupPanels = 1, kIntGroupColumns = 2 };

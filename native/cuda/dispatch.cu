@@ -611,13 +611,14 @@ void copy_tap(void *context, Tap tap, int layer) {
       {kTapMtpHidden, b->chain, b->hidden_stride},
   };
   if (tap == kTapAttnGate) {
-    tap_append(b, tap, layer, b->query_gate + s->head_dim, b->query_gate_stride, b->batch.n,
-               s->heads, s->head_dim, 2 * s->head_dim);
+    tap_append(b, tap, layer,
+               {b->query_gate + s->head_dim, b->query_gate_stride, b->batch.n, s->heads,
+                s->head_dim, 2 * s->head_dim});
     return;
   }
   for (const auto &place : places) {
     if (place.tap == tap) {
-      tap_append(b, tap, layer, place.data, place.stride, b->batch.n, 1, tap_width(s, tap), 0);
+      tap_append(b, tap, layer, {place.data, place.stride, b->batch.n, 1, tap_width(s, tap), 0});
       return;
     }
   }
@@ -633,27 +634,12 @@ void walk(Backend *b, StageList list, int layer) {
   program_walk(list, &kTables[list], b, layer, b->taps && b->trunk ? copy_tap : nullptr);
 }
 
-void tap_append(Backend *b, Tap tap, int layer, const float *data, int64_t stride, int columns,
-                int segments, int width, int64_t segment_stride) {
-  for (int i = 0; i < b->wave->n_taps; i++) {
-    ksl_tap *out = &b->wave->taps[i];
-    int at = 0;
-    if (tap_find(b->spec, out->name, &at) != tap || at != layer) continue;
-    for (int c = 0; c < columns; c++) {
-      for (int s = 0; s < segments; s++) {
-        if (out->written < out->capacity) {
-          const uint64_t room = out->capacity - out->written;
-          const uint64_t n = room < static_cast<uint64_t>(width) ? room : width;
-          keep_error(
-              &b->device,
-              cudaMemcpyAsync(out->data + out->written, data + c * stride + s * segment_stride,
-                              n * sizeof(float), cudaMemcpyDeviceToHost, b->device.stream),
-              "copying a tap");
-        }
-        out->written += width;
-      }
-    }
-  }
+void tap_append(Backend *b, Tap tap, int layer, const TapColumns &from) {
+  append_to_taps(b->wave, b->spec, tap, layer, from, [b](float *to, const float *data, size_t n) {
+    keep_error(&b->device,
+               cudaMemcpyAsync(to, data, n * sizeof *to, cudaMemcpyDeviceToHost, b->device.stream),
+               "copying a tap");
+  });
 }
 
 void form_splits(Backend *b) {

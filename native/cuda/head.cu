@@ -121,7 +121,7 @@ void tap_logits(Backend *b, const float *from, Tap tap) {
     gather_columns(&b->device, from, b->hidden_stride, s->hidden, b->d_job_columns, b->head_in,
                    head_split_of(b, n), n);
     head_logits(b, b->head_in, n, s->vocab);
-    tap_append(b, tap, 0, b->logits, b->vocab_stride, n, 1, s->vocab, 0);
+    tap_append(b, tap, 0, {b->logits, b->vocab_stride, n, 1, s->vocab, 0});
   }
 }
 

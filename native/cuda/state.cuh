@@ -3,6 +3,7 @@
 #include "../common/backend.h"
 #include "../common/budget.h"
 #include "../common/program.h"
+#include "../common/taps.h"
 #include "attn/attn.cuh"
 #include "gdn/chunk.cuh"
 #include "gemm/gemm.cuh"
@@ -242,8 +243,7 @@ int load_weights(Backend *b, const TensorTable *tensors, uint64_t *staging, ksl_
 // ---- dispatch.cu
 const StageTable *stage_table(StageList list);
 void walk(Backend *b, StageList list, int layer);
-void tap_append(Backend *b, Tap tap, int layer, const float *data, int64_t stride, int columns,
-                int segments, int width, int64_t segment_stride);
+void tap_append(Backend *b, Tap tap, int layer, const TapColumns &from);
 // Logits of the first `vocab` ids for the first n columns of head_split, of which `in` is the
 // float32 form.
 void head_logits(Backend *b, const float *in, int n, int vocab);

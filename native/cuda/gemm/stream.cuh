@@ -725,9 +725,10 @@ constexpr int many_registers() {
 template <int kEncoding, int kTiles, int kGroups>
 __global__ void __maxnreg__((many_registers<kEncoding, kTiles, kGroups>()))
     stream_many(const __grid_constant__ StreamArgs a) {
-  // The sums of two tiles and 32 tokens are kept twice in FP6, for which sm_120a has no registers.
+  // 32 tokens are multiplied by stream_quads on sm_90a; sums of two tiles of them are kept twice in
+  // FP6, for which sm_120a has no registers.
 #ifdef __CUDA_ARCH__
-  constexpr bool kOther = kEncoding == KSL_ENC_E2M3 && kGroups == 4 && (kTiles == 2) != kHasRoom;
+  constexpr bool kOther = kGroups == 4 && (kHasRoom || (kEncoding == KSL_ENC_E2M3 && kTiles == 2));
 #else
   constexpr bool kOther = false;  // emulated, as either
 #endif
