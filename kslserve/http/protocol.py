@@ -16,9 +16,10 @@ import asyncio
 from typing import cast
 
 from kslserve.errors import KslError, RequestTimeout
+from kslserve.http.answering import Answering
 from kslserve.http.backlog import Backlog
-from kslserve.http.flow import Deadline, PeerProbe, WriteFlow
-from kslserve.http.message import CONTINUE, Handler, Reply, Request, Response
+from kslserve.http.flow import Deadline, WriteFlow
+from kslserve.http.message import CONTINUE, Handler, Request, Response
 from kslserve.http.reader import RequestReader
 from kslserve.http.shared import Shared
 
@@ -30,15 +31,13 @@ class Connection(asyncio.Protocol):
         self._shared = shared
         self._reader = RequestReader(shared.limits)
         self._deadline = Deadline(shared.loop, self._on_deadline)
+        self._answer = Answering(shared, self._on_answered, self._on_cut_answer, self.abort)
         self._transport: asyncio.Transport
         self._out: WriteFlow
-        self.paused = False  # between pause_writing and resume_writing
         self._peer = ""
         self._local = ""
         self._input = Backlog(shared.limits.backlog_bytes)
-        self._reply: Reply | None = None
         self._verdict: Handler | Response | KslError | None = None
-        self._probe: PeerProbe | None = None
         self._timed_head = False
         self._pumping = False
         self._ending = False
@@ -53,6 +52,7 @@ class Connection(asyncio.Protocol):
         self._out = WriteFlow(
             shared.loop, transport, shared.limits.write_timeout_s, self._on_stuck_reader
         )
+        self._answer.attach(transport, self._out)
         self._peer = _address(transport.get_extra_info("peername"))
         local = transport.get_extra_info("sockname")
         self._local = local[0] if isinstance(local, tuple) else ""
@@ -73,7 +73,7 @@ class Connection(asyncio.Protocol):
         self._out.close()
         self._input.clear()
         self._reader.reset()
-        self._lose_client()
+        self._answer.lose_client()
 
     def data_received(self, data: bytes) -> None:
         if self._ending:
@@ -84,35 +84,30 @@ class Connection(asyncio.Protocol):
     def eof_received(self) -> bool:
         """Whether the transport stays open for writing."""
         self._input.ended = True
-        reply = self._reply
+        reply = self._answer.reply
         if self._ending:
             return False
         if reply is None:
             # Requests may be waiting for a slow reader of the response before them.
             return self._input.held > 0
-        if reply.started or not self._start_probe():
-            self._lose_client()
+        if reply.started or not self._answer.start_probe():
+            self._answer.lose_client()
             return False
         return True
 
     def pause_writing(self) -> None:
-        self._pause(True)
+        self._answer.pause(True)
         self._out.watch()
 
     def resume_writing(self) -> None:
-        self._pause(False)
+        self._answer.pause(False)
         self._out.relax()
         if self._ending:
             self._out.watch()
-        elif self._reply is not None:
-            self._shared.call(self._reply.drained())
+        elif self._answer.reply is not None:
+            self._shared.call(self._answer.reply.drained())
         else:
             self._pump()
-
-    def _pause(self, paused: bool) -> None:
-        self.paused = paused
-        if self._reply is not None:
-            self._reply.paused = paused
 
     # Receiving.
 
@@ -124,10 +119,10 @@ class Connection(asyncio.Protocol):
         self._pumping = True
         try:
             while (
-                self._reply is None
+                self._answer.reply is None
                 and self._input.held
                 and not self._ending
-                and not self.paused
+                and not self._answer.paused
                 and not self._transport.is_closing()
             ):
                 self._read()
@@ -170,14 +165,14 @@ class Connection(asyncio.Protocol):
             self._verdict = error
             reader.discard_body = True
         if awaits_continue and request.version == "1.1":
-            self.send_bytes(CONTINUE)
+            self._answer.send_bytes(CONTINUE)
 
     def _on_request(self) -> None:
         """A request is complete: run its handler as a task, or answer what was decided already."""
         shared = self._shared
         request = self._reader.take()
         verdict = self._verdict
-        reply = self._open_reply(request, keep_alive=self._reader.keep_alive)
+        reply = self._answer.open(request, request.request_id, keep_alive=self._reader.keep_alive)
         self._reader.reset()
         self._timed_head = False
         self._verdict = None
@@ -189,12 +184,14 @@ class Connection(asyncio.Protocol):
         else:
             assert verdict is not None
             shared.spawn(verdict, request, reply)
-            if self._input.ended and not self._start_probe():
+            if self._input.ended and not self._answer.start_probe():
                 self.abort()
 
     def _refuse(self, error: KslError) -> None:
         """Answer what cannot be read any further, and end the connection."""
-        reply = self._open_reply(self._reader.request, keep_alive=False)
+        request = self._reader.request
+        request_id = request.request_id if request is not None else self._reader.request_id
+        reply = self._answer.open(request, request_id, keep_alive=False)
         self._shared.refuse(reply, error, self._peer)
 
     def _settle(self) -> None:
@@ -202,7 +199,7 @@ class Connection(asyncio.Protocol):
         if self._ending or self._transport.is_closing():
             return
         limits = self._shared.limits
-        if self._reply is None and not self._input.held:
+        if self._answer.reply is None and not self._input.held:
             if self._input.ended:
                 self._end()
                 return
@@ -215,65 +212,16 @@ class Connection(asyncio.Protocol):
                 self._deadline.set(limits.io_timeout_s)
         self._input.balance()
 
-    # Answering: the side that replies use (message.Outlet).
-
-    def _open_reply(self, request: Request | None, *, keep_alive: bool) -> Reply:
-        request_id = request.request_id if request is not None else self._reader.request_id
-        reply = Reply(self, request, request_id)
-        reply.keep_alive = keep_alive
-        self._reply = reply
-        if request is not None and request.method == "POST":
-            self._shared.busy += 1
-        return reply
-
-    def _close_reply(self) -> Reply | None:
-        reply, self._reply = self._reply, None
-        if reply is not None and reply.request is not None and reply.request.method == "POST":
-            self._shared.busy -= 1
-        if self._probe is not None:
-            self._probe.stop()
-            self._probe = None
-        return reply
-
-    def send_bytes(self, data: bytes) -> None:
-        transport = self._transport
-        if not transport.is_closing():
-            self._out.written += len(data)
-            transport.write(data)
-
-    def date_line(self) -> bytes:
-        return self._shared.date_line()
-
-    def keeps_alive(self, reply: Reply) -> bool:
-        return reply.keep_alive and not self._shared.draining
-
-    def reply_done(self, reply: Reply) -> None:
-        self._close_reply()
-        if not reply.keep_alive:
-            self._end()
-        else:
+    def _on_answered(self, keep_alive: bool) -> None:
+        if keep_alive:
             self._pump()
+        else:
+            self._end()
 
-    def reply_aborted(self, reply: Reply) -> None:
-        self._close_reply()
+    def _on_cut_answer(self) -> None:
         self._end(linger=False)
 
     # Ending.
-
-    def _lose_client(self) -> None:
-        reply = self._close_reply()
-        if reply is not None:
-            self._shared.call(reply.client_lost())
-
-    def _start_probe(self) -> bool:
-        """After the end of input, find out whether the client is there; False when that cannot
-        be."""
-        reply = self._reply
-        if reply is None or reply.request is None or reply.request.version == "1.0":
-            return False
-        self.send_bytes(CONTINUE)
-        self._probe = PeerProbe(self._shared.loop, self._transport, self.abort)
-        return True
 
     def _end(self, *, linger: bool = True) -> None:
         """Close once everything is sent. linger: first only the sending side, and read on for a
@@ -314,7 +262,7 @@ class Connection(asyncio.Protocol):
     @property
     def idle(self) -> bool:
         """Between requests, with none begun."""
-        return self._reply is None and self._reader.idle and not self._ending
+        return self._answer.reply is None and self._reader.idle and not self._ending
 
     def close_idle(self) -> bool:
         """Close if idle."""
@@ -327,7 +275,7 @@ class Connection(asyncio.Protocol):
 
     def abort(self) -> None:
         """Close now, whatever is in progress."""
-        self._lose_client()
+        self._answer.lose_client()
         self._transport.abort()
 
 
