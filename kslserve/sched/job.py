@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kslserve.core.sampling import SamplingParams
 from kslserve.core.usage import FinishReason
 from kslserve.engine.types import Ids
-from kslserve.errors import KslError
+from kslserve.errors import ContextLengthExceeded, InvalidRequest, KslError
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +37,15 @@ class Job:
     boundaries: tuple[int, ...] = ()
     score: bool = False
     guide: Guide | None = None
+
+    def check(self, window: int) -> None:
+        """Raises InvalidRequest or ContextLengthExceeded for what no sequence of so many tokens can
+        be."""
+        prompt = len(self.prompt_ids)
+        if prompt < 1 or self.max_new_tokens < 1:
+            raise InvalidRequest("A generation needs a prompt and at least one output token.")
+        if prompt >= window:
+            raise ContextLengthExceeded(prompt, window)
 
 
 class Guide(Protocol):

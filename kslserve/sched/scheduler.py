@@ -15,14 +15,7 @@ from collections.abc import Callable
 from kslserve import log
 from kslserve.core.usage import FinishReason
 from kslserve.engine.types import Done, Engine
-from kslserve.errors import (
-    ContextLengthExceeded,
-    EnginePoisoned,
-    InvalidRequest,
-    KslError,
-    QueueFull,
-    Unavailable,
-)
+from kslserve.errors import EnginePoisoned, KslError, QueueFull, Unavailable
 from kslserve.metrics import Metrics
 from kslserve.sched.ahead import Ahead
 from kslserve.sched.cache.diskstore import Scan
@@ -143,11 +136,7 @@ class Scheduler:
             raise EnginePoisoned(self._fatal)
         if self._refusal is not None:
             raise Unavailable(self._refusal, retry_after_s=RETRY_AFTER_S)
-        prompt = len(job.prompt_ids)
-        if prompt < 1 or job.max_new_tokens < 1:
-            raise InvalidRequest("A generation needs a prompt and at least one output token.")
-        if prompt >= self.window:
-            raise ContextLengthExceeded(prompt, self.window)
+        job.check(self.window)
         queued, running = len(self._roster.queue), len(self._roster.running)
         if queued >= self._limits.max_queue + self._roster.entrance.places_free():
             raise QueueFull(
@@ -156,7 +145,7 @@ class Scheduler:
             )
         self._numbers += 1
         sequence = Sequence(self._numbers, job, sink, self._clock())
-        room = self.window - prompt
+        room = self.window - len(job.prompt_ids)
         if job.max_new_tokens >= room:
             sequence.limit, sequence.limit_reason = room, FinishReason.WINDOW
         self._roster.enqueue(sequence)

@@ -5,7 +5,8 @@ segments are tokenized once, and a turn that was generated here goes in as the i
 generated as, where the reasoning of the history is kept.
 
 Rendering holds the GIL for a few milliseconds and tokenizing releases it, so one worker keeps the
-event loop turning whatever the size of a prompt.
+event loop turning whatever the size of a prompt. One that hardly fits, such as a log of megabytes,
+is tokenized beside the worker, where it holds nobody up.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from kslserve.text.template import ChatTemplate
 from kslserve.text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
+# Characters for each token of the window: hardly a longer prompt fits.
+_LONG_TEXT = 8
 # What closes an open thinking block when the output has to begin with a call.
 _CLOSE_THINKING = "\n</think>\n\n"
 
@@ -47,6 +50,10 @@ class Prepared:
     boundaries: tuple[int, ...] = ()
     turn_head: Ids | None = None
     context: bytes = b""
+
+
+class _LongText(Exception):
+    """The prompt is not one for the worker."""
 
 
 class Preparer:
@@ -73,7 +80,7 @@ class Preparer:
         self._segments = SegmentCache(tokenizer)
         self._pending = 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="prepare")
-        self._counter = ThreadPoolExecutor(1, thread_name_prefix="count")
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="count")
 
     @property
     def pending(self) -> int:
@@ -87,22 +94,36 @@ class Preparer:
     async def prepare(self, request: Request) -> Prepared:
         """Raises QueueFull, ContextLengthExceeded, Unavailable, or InvalidRequest for messages that
         the template refuses."""
-        return await self._queued(lambda: self.prepare_now(request))
+
+        def short() -> Prepared:
+            return self.prepare_now(request, _LONG_TEXT * self.context)
+
+        try:
+            return await self._queued(short)
+        except _LongText:
+            return await self._queued(lambda: self.prepare_now(request), self._beside)
 
     async def tokenize(self, texts: Sequence[str]) -> list[Ids]:
         """int32 ids of texts as they are, without a template; control tokens count. Raises
         QueueFull or Unavailable."""
         encode = self._tokenizer.encode_rendered
-        return await self._queued(lambda: [encode(Rendered(text, False)) for text in texts])
+        long = sum(map(len, texts)) > _LONG_TEXT * self.context
+        return await self._queued(
+            lambda: [encode(Rendered(text, False)) for text in texts],
+            self._beside if long else None,
+        )
 
-    async def _queued(self, work: Callable[[], Result]) -> Result:
-        """The result of `work` in the worker thread."""
+    async def _queued(
+        self, work: Callable[[], Result], worker: ThreadPoolExecutor | None = None
+    ) -> Result:
+        """The result of `work` in a thread, by default that of the worker."""
         if self._pending >= self._queue_max:
             raise QueueFull("Too many requests are waiting; try again later.")
         self._pending += 1
         try:
             try:
-                result = asyncio.get_running_loop().run_in_executor(self._worker, work)
+                loop = asyncio.get_running_loop()
+                result = loop.run_in_executor(worker or self._worker, work)
             except RuntimeError as error:  # the worker was closed
                 raise Unavailable("The server is shutting down.") from error
             return await result
@@ -115,14 +136,14 @@ class Preparer:
         messages that the template refuses."""
         loop = asyncio.get_running_loop()
         try:
-            work = loop.run_in_executor(self._counter, self._encode, request)
+            work = loop.run_in_executor(self._beside, self._encode, request)
         except RuntimeError as error:  # the worker was closed
             raise Unavailable("The server is shutting down.") from error
         return len((await work).ids)
 
-    def prepare_now(self, request: Request) -> Prepared:
-        """The work itself, on the calling thread."""
-        prepared = self._encode(request)
+    def prepare_now(self, request: Request, most: int | None = None) -> Prepared:
+        """The work itself, on the calling thread. most: characters of a prompt, or _LongText."""
+        prepared = self._encode(request, most)
         room = self.context - len(prepared.ids)
         if room < 1:
             raise ContextLengthExceeded(len(prepared.ids), self.context)
@@ -131,8 +152,8 @@ class Preparer:
             prepared, max_new_tokens=room if wanted is None else min(wanted, room)
         )
 
-    def _encode(self, request: Request) -> Prepared:
-        """The prompt, whatever its length; max_new_tokens is 0."""
+    def _encode(self, request: Request, most: int | None = None) -> Prepared:
+        """The prompt, whatever its number of tokens; max_new_tokens is 0."""
         preserve = (
             self._preserve if request.preserve_thinking is None else request.preserve_thinking
         )
@@ -144,6 +165,8 @@ class Preparer:
             preserve=preserve,
             extra=request.template_vars,
         )
+        if most is not None and len(rendered.text) > most:
+            raise _LongText
         opening = _opening(request)
         if opening:
             rendered = _open_call(rendered, opening)
@@ -181,7 +204,7 @@ class Preparer:
     def close(self) -> None:
         """Stop the workers; what waits is dropped."""
         self._worker.shutdown(wait=False, cancel_futures=True)
-        self._counter.shutdown(wait=False, cancel_futures=True)
+        self._beside.shutdown(wait=False, cancel_futures=True)
 
 
 def _open_call(rendered: Rendered, opening: str) -> Rendered:

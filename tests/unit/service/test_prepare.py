@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -89,6 +91,32 @@ def test_preserve_thinking_is_the_requests_choice() -> None:
 def test_messages_without_a_user() -> None:
     with pytest.raises(InvalidRequest):
         preparer().prepare_now(Request("m", (Message(Role.SYSTEM, "x"),)))
+
+
+async def test_a_prompt_that_hardly_fits_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, behind = preparer(context=500), threading.Event()
+    encode, plain = made._segments.encode, made._tokenizer.encode_rendered
+
+    def slow(text: str) -> None:
+        if len(text) > 4000:
+            assert behind.wait(20)
+
+    monkeypatch.setattr(
+        made._segments, "encode", lambda r, splices: (slow(r.text), encode(r, splices))[1]
+    )
+    tokenizer = SimpleNamespace(encode_rendered=lambda r: (slow(r.text), plain(r))[1])
+    monkeypatch.setattr(made, "_tokenizer", tokenizer)
+    for long in (made.prepare(request("word " * 4000)), made.tokenize(["word " * 4000])):
+        work = asyncio.ensure_future(long)
+        await asyncio.sleep(0)
+        assert len((await made.prepare(request())).ids) < 500
+        assert not work.done()
+        behind.set()
+        (found,) = await asyncio.gather(work, return_exceptions=True)
+        if not isinstance(found, ContextLengthExceeded):
+            assert len(found[0]) > 500
+        behind.clear()
+    assert made.pending == 0
 
 
 async def test_the_worker_and_its_queue() -> None:
