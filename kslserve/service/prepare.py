@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+from kslserve import heap
 from kslserve.core.request import Request, Role, ToolChoice
 from kslserve.engine.types import Ids
 from kslserve.errors import ContextLengthExceeded, QueueFull, Unavailable
@@ -101,7 +102,7 @@ class Preparer:
         try:
             return await self._queued(short)
         except _LongText:
-            return await self._queued(lambda: self.prepare_now(request), self._beside)
+            return await self._queued(lambda: self._prepare_long(request), self._beside)
 
     async def tokenize(self, texts: Sequence[str]) -> list[Ids]:
         """int32 ids of texts as they are, without a template; control tokens count. Raises
@@ -151,6 +152,13 @@ class Preparer:
         return dataclasses.replace(
             prepared, max_new_tokens=room if wanted is None else min(wanted, room)
         )
+
+    def _prepare_long(self, request: Request) -> Prepared:
+        """The same, of a text for which the tokenizer takes memory of a hundred times its size."""
+        try:
+            return self.prepare_now(request)
+        finally:
+            heap.trim()
 
     def _encode(self, request: Request, most: int | None = None) -> Prepared:
         """The prompt, whatever its number of tokens; max_new_tokens is 0."""

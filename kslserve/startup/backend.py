@@ -4,11 +4,13 @@ already answers.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
+from kslserve import heap
 from kslserve.config import Settings
 from kslserve.core.sampling import SamplingParams
 from kslserve.engine.codecs import encoded_bytes
@@ -32,7 +34,6 @@ from kslserve.startup.pools import (
     host_tier_bytes,
     kv_format,
     plan_pools,
-    trim_heap,
 )
 from kslserve.startup.speculation import leave_unused_head, spec_policy
 from kslserve.text.bare import BareTokenizer
@@ -121,7 +122,8 @@ def open_backend(settings: Settings, log_line: Callable[[str], None]) -> Backend
             size = settings.prefix_cache_disk_bytes
             turns = TurnStore(disk.folder, disk.sizes.fingerprint, size)
             kept = turns.load()
-    trim_heap()
+    gc.collect()  # readers of weights and their buffers refer to each other
+    heap.trim()
     return Backend(
         engine, tokenizer, template, served, grammars, drafts, disk, scan, turns, kept,
         0.0 if settings.device == "cuda" else settings.idle_return_s, host, tuple(lines),

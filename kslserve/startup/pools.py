@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import math
 import os
 from dataclasses import dataclass
@@ -252,15 +250,6 @@ def free_memory_bytes() -> int:
     except (OSError, ValueError, IndexError):
         pass
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def trim_heap() -> None:
-    """Give memory that is freed, as that of reading weights, back to the system; the C library
-    would keep it."""
-    gc.collect()  # readers and their buffers refer to each other
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
-    if trim is not None:
-        trim(0)
 
 
 def size(count: float) -> str:
