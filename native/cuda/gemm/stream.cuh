@@ -173,6 +173,12 @@ __device__ inline int pinned_lane() {
   return lane;
 }
 
+// Keeps it in a register from here on: it is not to be computed behind a wait.
+__device__ inline int pinned(int v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+
 // In 32 bits: a kernel cannot begin to fetch before it has divided.
 __device__ inline int part_begin(unsigned all, unsigned part, unsigned parts) {
   return static_cast<int>(all * part / parts);
@@ -301,7 +307,24 @@ __device__ inline void take_few_plain(const StreamArgs &a, int lane) {
     plain_row<kTokens, 1>(a.plain, row, 0, lane);
 }
 
-constexpr int kMostRuns = 32;
+// The lanes that there are tokens for of pieces of 32, several on their way at once.
+template <int kLanes>
+__device__ inline void copy_tokens(const uint4 *from, uint4 *to, int n, int threads) {
+  constexpr int kAtOnce = kLanes / 2;
+  for (int first = threadIdx.x; first < n; first += kAtOnce * threads) {
+    uint4 v[kAtOnce];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; k++) {
+      const int i = first + k * threads;
+      if (i < n) v[k] = from[i / kLanes * 32 + i % kLanes];
+    }
+#pragma unroll
+    for (int k = 0; k < kAtOnce; k++)
+      if (first + k * threads < n) to[first + k * threads] = v[k];
+  }
+}
+
+constexpr int kMostRuns = 24;
 // In place of a copy of x: warp `run` of a.norm_warps makes that run of 256 elements of the norm,
 // with the bits of norm.cu. floats: where plain rows read it, if there are any. gains: memory for
 // the run's weights until `loaded`, where it arrives when it has read everything. squares: zeros.
@@ -313,12 +336,17 @@ __device__ inline void make_norm(const StreamArgs &a, int run, int lane, float4 
   const int i = (run * 32 + lane) * kRun;
   const bool inside = i < n.width;
   float v[kTokens][kRun] = {};
-  // No kernel writes them; later they would come behind the weights.
+  // No kernel writes them; later they would come behind the weights. Behind the width x is zero,
+  // and so has what it is multiplied by to be.
   gains += run * 64 + lane;
   if (inside) {
-    const float4 *from = reinterpret_cast<const float4 *>(n.gain + i);
-    gains[0] = from[0];
-    gains[32] = from[1];
+    float gain[kRun];
+    load8(n.gain + i, gain);
+#pragma unroll
+    for (int k = 0; k < kRun; k++)
+      if (i + k >= n.width) gain[k] = 0;
+    gains[0] = make_float4(gain[0], gain[1], gain[2], gain[3]);
+    gains[32] = make_float4(gain[4], gain[5], gain[6], gain[7]);
   }
   wait_before();
 #pragma unroll
@@ -327,7 +355,10 @@ __device__ inline void make_norm(const StreamArgs &a, int run, int lane, float4 
       const int64_t at = static_cast<int64_t>(t) * n.stride + i;
       load8(n.x + at, v[t]);
     }
-    const float square = warp_sum(add_squares(v[t], i, n.width, 0.0f));
+    float square = 0;
+#pragma unroll
+    for (int k = 0; k < kRun; k++) square = fmaf(v[t][k], v[t][k], square);
+    square = warp_sum(square);
     if (lane == 0) squares[t][run] = square;
   }
   float gain[kRun] = {};
@@ -350,7 +381,7 @@ __device__ inline void make_norm(const StreamArgs &a, int run, int lane, float4 
     }
     const float r = norm_factor(square, n.width, n.eps);
 #pragma unroll
-    for (int k = 0; k < kRun; k++) v[t][k] = i + k < n.width ? v[t][k] * r * gain[k] : 0.0f;
+    for (int k = 0; k < kRun; k++) v[t][k] = v[t][k] * r * gain[k];
     if (run >= a.supers) continue;
     alignas(16) __half2 halves[kRun / 2];
 #pragma unroll
@@ -405,6 +436,12 @@ __device__ inline void few(const StreamArgs &a) {
   uint8_t *x = memory + stages * (stage + 16);
   float *const given = reinterpret_cast<float *>(x);
   if (!kNorm && a.adds) x += a.set_tiles * kTokens * 64;
+  // A lane of the warp that fetches has the tile and way of a warp. All is divided before anything
+  // is waited for.
+  const Share share(a);
+  const int of = warp == warps ? lane : warp, way = of % a.ways, slot = of / a.ways;
+  const Chain chain(a, share, way);
+  const int n = pinned(chain.n), skip = pinned(chain.skip), steps = a.steps;
   if constexpr (kNorm) {
     if (warp != warps) {
       const int rows = warp == warps + 1 ? a.plain.first_row[a.plain.n] : 0;
@@ -434,16 +471,10 @@ __device__ inline void few(const StreamArgs &a) {
       take_plain_beside(a, memory, warp - warps - 1, lane);
     return;
   }
-  const Share share(a);
-  const int steps = a.steps;
   if (warp == warps) {
-    // A lane has the tile and way of a warp.
-    const int way = lane % a.ways, slot = lane / a.ways;
-    const Chain chain(a, share, way);
-    const int n = chain.n;
     const int64_t tile_bytes = static_cast<int64_t>(a.supers) * kBytes;
     const uint8_t *from = a.data + (share.first + slot) * tile_bytes +
-                          static_cast<int64_t>(share.begin + chain.skip) * kBytes;
+                          static_cast<int64_t>(share.begin + skip) * kBytes;
     const uint64_t policy = bulk_policy(true);
     int place = 0, phase = 1, ahead = 0;
     for (int set = share.first; set < share.last; set += a.set_tiles) {
@@ -475,20 +506,16 @@ __device__ inline void few(const StreamArgs &a) {
     }
     return;
   }
-  const int way = warp % a.ways, slot = warp / a.ways;
-  const Chain chain(a, share, way);
-  const int n = chain.n;
   float *others = reinterpret_cast<float *>(x + share.range * 8 * kPart);
   if constexpr (!kNorm) {
     if (a.adds && threadIdx.x == 0)
       bulk_expect(shared_at(&came), (share.last - share.first) * kTokens * 64);
     wait_before();
-    for (int i = threadIdx.x; i < share.range * 8 * kLanes; i += warps * 32)
-      reinterpret_cast<uint4 *>(x)[i] =
-          reinterpret_cast<const uint4 *>(a.x)[(share.begin * 8 + i / kLanes) * 32 + i % kLanes];
+    copy_tokens<kLanes>(reinterpret_cast<const uint4 *>(a.x) + share.begin * 8 * 32,
+                        reinterpret_cast<uint4 *>(x), share.range * 8 * kLanes, warps * 32);
     meet(warps);
   }
-  x += chain.skip * 8 * kPart + (min(lane >> 2, kTokens - 1) * 4 + (lane & 3)) * 16;
+  x += skip * 8 * kPart + (min(lane >> 2, kTokens - 1) * 4 + (lane & 3)) * 16;
   const uint8_t *const own = memory + warp * kBytes;
   const unsigned last_full = barriers + stages * 16;
   const uint8_t *weights = own;

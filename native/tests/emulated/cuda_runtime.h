@@ -633,6 +633,9 @@ inline void bulk_load(unsigned to, const void *from, unsigned bytes, unsigned ba
   bulk_load(to, from, bytes, barrier);
 }
 inline void bulk_ahead(const void *, unsigned) {}
+inline int pinned(int v) {
+  return v;
+}
 inline int pinned_lane() {
   return emulated::now->number & 31;
 }
