@@ -590,6 +590,9 @@ __global__ void __maxnreg__(kBesideRegisters) stream_normed(const __grid_constan
 template <int kEncoding, int kTiles, int kGroups>
 __device__ inline void many(const StreamArgs &a) {
   constexpr int kBytes = Expand<kEncoding>::kBytes, kTokens = 8 * kGroups;
+  // Products of a stage take as long as its copies do, so that more of them ahead gain nothing, and
+  // stand before what the kernel in front has still to read.
+  constexpr bool kLong = kEncoding == KSL_ENC_NVFP4 && kGroups == 2;
   extern __shared__ __align__(128) uint8_t memory[];
   allow_next();
   const int lane = pinned_lane(), warp = threadIdx.x >> 5, stages = a.stages;
@@ -656,7 +659,7 @@ __device__ inline void many(const StreamArgs &a) {
       if (++at.step == steps) at = {at.set + a.set_tiles, 0, at.from + set_bytes};
     };
     const int total = (share.last - share.first + a.set_tiles - 1) / a.set_tiles * steps;
-    const int ready = min(min(kStagesAhead, stages), total);
+    const int ready = min(min(kLong ? 1 : kStagesAhead, stages), total);
     Walk at = {share.first, 0, from}, tokens_walk = at;
     for (int i = 0; i < ready; i++) fetch(at, i, true, true, false);
     wait_before();
@@ -699,7 +702,14 @@ __device__ inline void many(const StreamArgs &a) {
         const uint8_t *at[kTiles];  // of a tile that the set lacks, what lies behind it
 #pragma unroll
         for (int m = 0; m < kTiles; m++) at[m] = own + moved + m * kBytes;
-        consume<kEncoding, kTiles, kGroups, 512>(at, x + moved, lane, sum);
+        // The warp that has but one tile of a set is not to be the last.
+        if (kLong && kTiles == 2 && row * kTiles + 1 == a.set_tiles) {
+          const uint8_t *const one[1] = {at[0]};
+          consume<kEncoding, 1, kGroups, 512>(one, x + moved, lane,
+                                              reinterpret_cast<float (&)[1][kGroups][4]>(sum));
+        } else {
+          consume<kEncoding, kTiles, kGroups, 512>(at, x + moved, lane, sum);
+        }
       }
       __syncwarp();
       if (lane == 0) bulk_arrive(full + 8);

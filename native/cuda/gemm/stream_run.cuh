@@ -177,8 +177,8 @@ void run_stream(Device *device, const StreamArgs &a) {
   if (a.tokens == 1) return run_few_if<kEncoding, 1>(device, a);
   if (a.tokens == 2) return run_few_if<kEncoding, 2>(device, a);
   // Warps of two tiles are few enough for the next kernel to come up beside them, which is worth
-  // more than activations that stay in shared memory. Those of sm_120a
-  // would be too few, and so, at 16 tokens, those of a product with one way.
+  // more than activations that stay in shared memory. Those of sm_120a would be too few, and so, at
+  // 16 tokens in bf16, those of a product with one way.
   const bool small = small_blocks(device);
   if (a.tokens <= 8) {
     if (small) return run_many<kEncoding, 1, 1>(device, a);
@@ -186,7 +186,8 @@ void run_stream(Device *device, const StreamArgs &a) {
   }
   if constexpr (kFp6) {
     if (small && a.tokens > 16) return run_many<kEncoding, 1, 4>(device, a);
-  } else {
+  }
+  if constexpr (kEncoding == KSL_ENC_BF16) {
     if (!small && a.tokens <= 16 && a.ways == 1) return run_many<kEncoding, 1, 2>(device, a);
   }
   if (a.tokens <= 16) return run_many<kEncoding, 2, 2>(device, a);
