@@ -592,7 +592,7 @@ __device__ inline void many(const StreamArgs &a) {
   constexpr int kBytes = Expand<kEncoding>::kBytes, kTokens = 8 * kGroups;
   // Products of a stage take as long as its copies do, so that more of them ahead gain nothing, and
   // stand before what the kernel in front has still to read.
-  constexpr bool kLong = kEncoding == KSL_ENC_NVFP4 && kGroups == 2;
+  constexpr bool kLong = kEncoding != KSL_ENC_BF16 && kGroups == 2;
   extern __shared__ __align__(128) uint8_t memory[];
   allow_next();
   const int lane = pinned_lane(), warp = threadIdx.x >> 5, stages = a.stages;
