@@ -11,7 +11,7 @@ bool run_quads(Device *device, StreamArgs a) {
   const Shares shares = shares_of(a);
   const int64_t most = stream_most(device->room);
   const auto bytes = [&](int stages) {
-    return stream_quads_bytes(shares, Expand<kEncoding>::kBytes, stages, a.x_stages, kEights);
+    return stream_quads_bytes(shares, a.pitch, stages, a.x_stages, kEights);
   };
   // A third stage of weights is worth more than a fourth of activations.
   a.x_stages = 4;
@@ -19,6 +19,7 @@ bool run_quads(Device *device, StreamArgs a) {
   if (bytes(3) > most) a.x_stages = 4;
   while (a.x_stages > 2 && bytes(2) > most) a.x_stages--;
   if (bytes(2) > most) return false;
+  choose_pitch<kEncoding>(device, &a, most, bytes);
   const auto kernel = stream_quads<kEncoding, kEights>;
   static const bool raised = raise_shared(device, kernel, most);
   (void)raised;  // per instance; the engine has one thread

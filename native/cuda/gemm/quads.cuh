@@ -49,9 +49,10 @@ __device__ inline void quads(const StreamArgs &a) {
   const int lane = pinned_lane(), warp = threadIdx.x >> 5;
   const int slots = quad_slots(a.set_tiles), consumers = slots * a.ways;
   const int weights_at = a.x_stages * a.ways * kHalf, tiles = a.set_tiles * a.ways;
-  const int barriers_at = weights_at + a.stages * tiles * kBytes;
+  const int pitch = Lines<kBytes>::kMoved ? a.pitch : kBytes;
+  const int barriers_at = weights_at + a.stages * tiles * pitch;
   const unsigned base = shared_at(memory);
-  QuadRing w(base + barriers_at, a.stages, tiles * kBytes);
+  QuadRing w(base + barriers_at, a.stages, tiles * pitch);
   QuadRing x(w.barriers + a.stages * 16, a.x_stages, a.ways * kHalf);
   if (threadIdx.x == 0) {
     for (int i = 0; i < a.stages + a.x_stages; i++) {
@@ -83,7 +84,8 @@ __device__ inline void quads(const StreamArgs &a) {
       const int64_t tile_bytes = static_cast<int64_t>(a.supers) * kBytes;
       const uint8_t *from =
           a.data + (share.first + slot) * tile_bytes + static_cast<int64_t>(super) * kBytes;
-      const unsigned to = base + weights_at + lane * kBytes;
+      const unsigned to = base + weights_at + lane * pitch;
+      const Lines<kBytes> lines(a, (share.first + slot) * a.supers + super);
       int set = share.first, step = 0;
       for (int i = 0; i < total; i++) {
         if (i == kStagesAhead) wait_before();
@@ -93,7 +95,9 @@ __device__ inline void quads(const StreamArgs &a) {
         const int blocks = __popc(__ballot_sync(kAll, there));
         if (lane == 0) bulk_expect(w.full(), blocks * kBytes);
         __syncwarp();
-        if (there) bulk_load(to + w.moved, from + step * kBytes, kBytes, w.full(), policy);
+        if (there)
+          bulk_load(to + w.moved + lines.at((set - share.first) * a.supers + step),
+                    from + step * kBytes, kBytes, w.full(), policy);
         w.next();
         if (++step == steps) {
           step = 0;
@@ -125,21 +129,24 @@ __device__ inline void quads(const StreamArgs &a) {
   }
   wait_before();
   const int way = warp / slots, slot = warp - way * slots;
-  const int n = Chain(a, share, way).n;
+  const Chain chain(a, share, way);
+  const int n = chain.n;
   // A warp without a tile only keeps the others company.
   const uint8_t *const own =
-      memory + weights_at + (way * a.set_tiles + min(slot, a.set_tiles - 1)) * kBytes;
+      memory + weights_at + (way * a.set_tiles + min(slot, a.set_tiles - 1)) * pitch;
   typedef Wgmma<kTokens> Product;
   unsigned before = 0;  // the empty barrier of activations that products may still be reading
   for (int set = share.first; set < share.last; set += a.set_tiles) {
     const int tile = set + slot;
     const bool has_tile = slot < a.set_tiles && tile < share.last;
+    const Lines<kBytes> lines(
+        a, (set + min(slot, a.set_tiles - 1)) * a.supers + share.begin + chain.skip);
     float sum[1][kEights][4] = {};
     float (&sums)[kSums] = reinterpret_cast<float (&)[kSums]>(sum);
 #pragma unroll 1
     for (int i = 0; i < steps; i++) {
       bulk_wait(w.full(), w.phase);
-      const uint8_t *const block = own + w.moved;
+      const uint8_t *const block = own + w.moved + lines.at(i);
       Expand<kEncoding> expand;
       expand.begin(block, lane);
 #pragma unroll kLate ? 1 : 2

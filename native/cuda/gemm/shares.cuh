@@ -40,7 +40,14 @@ constexpr int64_t stream_most_beside(const Room &room) {
   return room.block_bytes > kSmallRoom ? room.processor_bytes - 48 * 1024 : 0;
 }
 
-// Bytes of stream_few and stream_many. weights: bytes of a block of them; range: blocks of a slice.
+// From a block's place in a ring to the next. Copies are fast where both their ends lie in lines of
+// 128 bytes alike, which takes room to move blocks that are not whole lines.
+constexpr int line_pitch(int weights) {
+  return weights % 128 == 0 ? weights : (weights + 112 + 127) / 128 * 128;
+}
+
+// Bytes of stream_few and stream_many. weights: bytes of a block of them, or its pitch; range:
+// blocks of a slice.
 constexpr int64_t stream_few_bytes(const Shares &s, int weights, int stages, int range,
                                    int tokens) {
   return stages * (static_cast<int64_t>(s.set_tiles) * s.ways * weights + 16) +

@@ -39,6 +39,7 @@ struct StreamArgs {
   int joins, slice_ways;     // slices that a block adds, and the ways of each
   int steps;                 // of the longest chain
   int stages, x_stages;      // of a ring; of one for activations, where they have their own
+  int pitch;                 // of blocks of weights in a stage: line_pitch or their bytes
   int plain_warps;           // of a block
   int plain_half, plain_at;  // of a ring for plain rows, 0: there is none; where it lies
   int plain_bytes;           // of a plain row behind what it meets in shared memory; 0: it is not
@@ -65,6 +66,22 @@ __device__ inline void multiply_add(float (&c)[4], const unsigned (&a)[4], unsig
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+
+// Where a block of weights lies in its place: as far from a line of 128 bytes as in memory.
+template <int kBytes>
+struct Lines {
+  static constexpr bool kMoved = kHasRoom && kBytes % 128 != 0;
+  unsigned mask, first;
+  // first: index of a block.
+  __device__ Lines(const StreamArgs &a, int first)
+      : mask(a.pitch > kBytes ? 112 : 0),
+        first(static_cast<unsigned>(reinterpret_cast<uintptr_t>(a.data)) +
+              static_cast<unsigned>(first) * kBytes) {}
+  // Of a block so many behind it.
+  __device__ int at(int behind) const {
+    return kMoved ? static_cast<int>((first + static_cast<unsigned>(behind) * kBytes) & mask) : 0;
+  }
+};
 
 // Sums of kTiles tiles and 8 kGroups tokens over the 256 elements of a block. x: a lane's place in
 // the activations in shared memory, kPart bytes for every 8 of its elements, 8 kPart for every
@@ -416,7 +433,8 @@ __device__ inline void few(const StreamArgs &a) {
   extern __shared__ __align__(128) uint8_t memory[];
   allow_next();
   const int lane = pinned_lane(), warp = threadIdx.x >> 5;
-  const int warps = a.set_tiles * a.ways, stages = a.stages, stage = warps * kBytes;
+  const int warps = a.set_tiles * a.ways, stages = a.stages;
+  const int pitch = Lines<kBytes>::kMoved ? a.pitch : kBytes, stage = warps * pitch;
   const unsigned base = shared_at(memory), barriers = base + stages * stage;  // full, empty
   if (threadIdx.x == 0) {
     for (int i = 0; i < stages; i++) {
@@ -475,6 +493,7 @@ __device__ inline void few(const StreamArgs &a) {
     const int64_t tile_bytes = static_cast<int64_t>(a.supers) * kBytes;
     const uint8_t *from = a.data + (share.first + slot) * tile_bytes +
                           static_cast<int64_t>(share.begin + skip) * kBytes;
+    const Lines<kBytes> lines(a, (share.first + slot) * a.supers + share.begin + skip);
     const uint64_t policy = bulk_policy(true);
     int place = 0, phase = 1, ahead = 0;
     for (int set = share.first; set < share.last; set += a.set_tiles) {
@@ -496,7 +515,9 @@ __device__ inline void few(const StreamArgs &a) {
         }
         __syncwarp();
         if (there)
-          bulk_load(base + place * stage + lane * kBytes, from + i * kBytes, kBytes, full, policy);
+          bulk_load(
+              base + place * stage + lane * pitch + lines.at((set - share.first) * a.supers + i),
+              from + i * kBytes, kBytes, full, policy);
         if (++place == stages) {
           place = 0;
           phase ^= 1;
@@ -516,7 +537,7 @@ __device__ inline void few(const StreamArgs &a) {
     meet(warps);
   }
   x += skip * 8 * kPart + (min(lane >> 2, kTokens - 1) * 4 + (lane & 3)) * 16;
-  const uint8_t *const own = memory + warp * kBytes;
+  const uint8_t *const own = memory + warp * pitch;
   const unsigned last_full = barriers + stages * 16;
   const uint8_t *weights = own;
   unsigned full = barriers;
@@ -525,6 +546,7 @@ __device__ inline void few(const StreamArgs &a) {
     const int tile = set + slot;
     const float2 scales = row_scales(a, tile, share.last, lane);
     const bool works = tile < share.last;
+    const Lines<kBytes> lines(a, tile * a.supers + share.begin + skip);
     float sum[1][1][4] = {}, before[4] = {};
     if (!kNorm && a.adds && way == 0 && works && share.slice + 1 == a.slices)
       rows_before<kTokens>(a, tile, lane, before);
@@ -533,7 +555,7 @@ __device__ inline void few(const StreamArgs &a) {
     for (int i = 0; i < steps; i++) {
       bulk_wait(full, phase);
       if (works && i < n) {
-        const uint8_t *const one[1] = {weights};
+        const uint8_t *const one[1] = {weights + lines.at(i)};
         consume<kEncoding, 1, 1, kPart>(one, at, lane, sum);
         at += 8 * kPart;
       }
@@ -597,7 +619,8 @@ __device__ inline void many(const StreamArgs &a) {
   allow_next();
   const int lane = pinned_lane(), warp = threadIdx.x >> 5, stages = a.stages;
   const int rows = (a.set_tiles + kTiles - 1) / kTiles, consumers = rows * a.ways;
-  const int weights = a.set_tiles * kBytes, part = weights + kGroups * kSuperBytes;
+  const int pitch = Lines<kBytes>::kMoved ? a.pitch : kBytes;
+  const int weights = a.set_tiles * pitch, part = weights + kGroups * kSuperBytes;
   const int stage = part * a.ways;
   const unsigned base = shared_at(memory), barriers = base + stages * stage;  // full, empty
   if (threadIdx.x == 0) {
@@ -630,7 +653,8 @@ __device__ inline void many(const StreamArgs &a) {
         (has_tokens ? a.x + group * a.group_bytes : a.data + (share.first + slot) * tile_bytes) +
         static_cast<int64_t>(super) * bytes;
     const unsigned to = base + way * part +
-                        (has_tokens ? weights + (slot - a.set_tiles) * kSuperBytes : slot * kBytes);
+                        (has_tokens ? weights + (slot - a.set_tiles) * kSuperBytes : slot * pitch);
+    const Lines<kBytes> lines(a, (share.first + slot) * a.supers + super);
     const bool used = slot < items && (!has_tokens || group * 8 < a.tokens);
     // Weights leave L2 to what a wave writes and reads again; at 32 tokens that gains nothing.
     constexpr bool kPolicy = kGroups <= 2;
@@ -651,10 +675,11 @@ __device__ inline void many(const StreamArgs &a) {
         __syncwarp();
       }
       if (there && (has_tokens ? with_tokens : with_weights)) {
+        const int moved = has_tokens ? 0 : lines.at((at.set - share.first) * a.supers + at.step);
         if constexpr (kPolicy)
-          bulk_load(to + place * stage, at.from + at.step * bytes, bytes, full, policy);
+          bulk_load(to + place * stage + moved, at.from + at.step * bytes, bytes, full, policy);
         else
-          bulk_load(to + place * stage, at.from + at.step * bytes, bytes, full);
+          bulk_load(to + place * stage + moved, at.from + at.step * bytes, bytes, full);
       }
       if (++at.step == steps) at = {at.set + a.set_tiles, 0, at.from + set_bytes};
     };
@@ -678,16 +703,18 @@ __device__ inline void many(const StreamArgs &a) {
   }
   wait_before();
   const int way = warp % a.ways, row = warp / a.ways;
-  const int n = Chain(a, share, way).n;
+  const Chain chain(a, share, way);
+  const int n = chain.n;
   // [rows][ways - 1][kTiles kGroups 4][32]: sums of the ways but the first
   float *others = reinterpret_cast<float *>(memory + stages * (stage + 16));
-  const uint8_t *const own = memory + way * part + row * kTiles * kBytes;
+  const uint8_t *const own = memory + way * part + row * kTiles * pitch;
   const uint8_t *const x = memory + way * part + weights + lane * 16;
   const unsigned last_full = barriers + stages * 16;
   unsigned full = barriers;
   int phase = 0, moved = 0;  // by stages
   for (int set = share.first; set < share.last; set += a.set_tiles) {
     const bool works = set + row * kTiles < share.last;
+    const Lines<kBytes> lines(a, (set + row * kTiles) * a.supers + share.begin + chain.skip);
     float sum[kTiles][kGroups][4] = {};
     constexpr bool kLate =
         kTiles * kGroups >= (Expand<kEncoding>::kLate ? kScalesLateTwice : kScalesLate);
@@ -701,7 +728,8 @@ __device__ inline void many(const StreamArgs &a) {
       if (works && i < n) {
         const uint8_t *at[kTiles];  // of a tile that the set lacks, what lies behind it
 #pragma unroll
-        for (int m = 0; m < kTiles; m++) at[m] = own + moved + m * kBytes;
+        for (int m = 0; m < kTiles; m++)
+          at[m] = own + moved + m * pitch + lines.at(m * a.supers + i);
         // The warp that has but one tile of a set is not to be the last.
         if (kLong && kTiles == 2 && row * kTiles + 1 == a.set_tiles) {
           const uint8_t *const one[1] = {at[0]};
@@ -757,7 +785,7 @@ __device__ inline void many(const StreamArgs &a) {
 template <int kEncoding, int kTiles, int kGroups>
 constexpr int many_registers() {
   if (kHasRoom && kEncoding == KSL_ENC_NVFP4 && kTiles == 2 && kGroups == 2) return 88;
-  return 65536 / ((kBoundWarps / kTiles + kMaxPlainWarps) * 32) / 8 * 8;
+  return 65536 / ((kBoundWarps / kTiles + kMaxPlainWarps + 3) / 4 * 4 * 32) / 8 * 8;
 }
 template <int kEncoding, int kTiles, int kGroups>
 __global__ void __maxnreg__((many_registers<kEncoding, kTiles, kGroups>()))

@@ -30,6 +30,7 @@ inline StreamArgs stream_args(const Packed &m, const Split &x, const Output *out
   a.group_bytes = static_cast<int64_t>(x.pieces) * kPiece * kTileTokens * sizeof(__half);
   a.x_inverse = packed_inverse(m.encoding) / x.scale;
   a.x_scale = x.scale;
+  a.pitch = packed_block_bytes(m.encoding);
   a.tokens = tokens;
   a.adds = outputs[0].add;
   a.paired = m.pair;
@@ -48,14 +49,36 @@ inline StreamArgs stream_args(const Packed &m, const Split &x, const Output *out
   return a;
 }
 
+// As many stages as there is room for.
+constexpr int kMostRing = 8;
+template <class Bytes>
+int ring_stages(int64_t most, Bytes bytes) {
+  int stages = kMostRing;
+  while (stages > 1 && bytes(stages) > most) stages--;
+  return stages;
+}
+// Whether the kernels are those of sm_120a.
+inline bool small_blocks(const Device *device) {
+  return device->room.block_bytes <= kSmallRoom;
+}
+// Blocks lie as in memory if that takes no stage. bytes: of *a.
+template <int kEncoding, class Bytes>
+void choose_pitch(const Device *device, StreamArgs *a, int64_t most, Bytes bytes) {
+  constexpr int kBytes = Expand<kEncoding>::kBytes;
+  a->pitch = kBytes;
+  const int stages = ring_stages(most, bytes);
+  if (small_blocks(device)) return;
+  a->pitch = line_pitch(kBytes);
+  if (ring_stages(most, bytes) < stages) a->pitch = kBytes;
+}
+
 constexpr int kMostPlainHalf = 4;
 // Launches with as many stages as there is room for in `most`; what is left, a ring for plain rows
 // with rounds of so many bytes may have.
 template <class Bytes>
 void launch_stream(Device *device, void (*kernel)(StreamArgs), StreamArgs a, int warps, int sets,
                    int64_t most, Bytes bytes, int round = 0) {
-  a.stages = 8;
-  while (a.stages > 1 && bytes(a.stages) > most) a.stages--;
+  a.stages = ring_stages(most, bytes);
   const int64_t least = stream_least(device->room);
   int64_t needed = bytes(a.stages);
   if (round > 0 && plain_ring_takes(a.plain)) {
@@ -78,28 +101,31 @@ inline Shares shares_of(const StreamArgs &a) {
 template <int kEncoding, int kTokens>
 int64_t few_bytes(const StreamArgs &a, int stages) {
   if (a.norm.gain != nullptr)
-    return stream_normed_bytes(shares_of(a), Expand<kEncoding>::kBytes, stages, a.supers,
-                               a.plain.n > 0, kTokens) +
+    return stream_normed_bytes(shares_of(a), a.pitch, stages, a.supers, a.plain.n > 0, kTokens) +
            a.plain_bytes;
-  return stream_few_bytes(shares_of(a), Expand<kEncoding>::kBytes, stages,
-                          divide_up(a.supers, a.slices), kTokens) +
+  return stream_few_bytes(shares_of(a), a.pitch, stages, divide_up(a.supers, a.slices), kTokens) +
          (a.adds ? stream_given_bytes(shares_of(a), kTokens) : 0);
 }
 
 template <int kEncoding, int kTokens>
-void run_few_kernel(Device *device, void (*kernel)(StreamArgs), const StreamArgs &a, int64_t most,
+void run_few_kernel(Device *device, void (*kernel)(StreamArgs), StreamArgs a, int64_t most,
                     int round = 0) {
-  launch_stream(
-      device, kernel, a, a.set_tiles * a.ways + 1, 1, most,
-      [&](int stages) { return few_bytes<kEncoding, kTokens>(a, stages); }, round);
+  const auto bytes = [&](int stages) { return few_bytes<kEncoding, kTokens>(a, stages); };
+  choose_pitch<kEncoding>(device, &a, most, bytes);
+  launch_stream(device, kernel, a, a.set_tiles * a.ways + 1, 1, most, bytes, round);
 }
 template <int kEncoding, int kTokens>
 void run_few(Device *device, const StreamArgs &a) {
-  static const bool raised =
-      raise_shared(device, stream_few<kEncoding, kTokens>, stream_most(device->room));
+  constexpr int kDeclared = 1024;  // at most, by a kernel for itself
+  int64_t most = stream_most(device->room);
+  // No small kernel follows products of chains longer than rings, and moved blocks take more room.
+  const int64_t whole = device->room.block_bytes - kDeclared;
+  constexpr bool kMoved = Expand<kEncoding>::kBytes % 128 != 0;
+  if (kMoved && whole > most && few_bytes<kEncoding, kTokens>(a, a.steps) > most) most = whole;
+  const auto kernel = stream_few<kEncoding, kTokens>;
+  static const bool raised = raise_shared(device, kernel, whole > most ? whole : most);
   (void)raised;  // per instance; the engine has one thread
-  run_few_kernel<kEncoding, kTokens>(device, stream_few<kEncoding, kTokens>, a,
-                                     stream_most(device->room), plain_round_bytes(a.plain_warps));
+  run_few_kernel<kEncoding, kTokens>(device, kernel, a, most, plain_round_bytes(a.plain_warps));
 }
 // Whether it can.
 template <int kTokens>
@@ -113,11 +139,6 @@ bool run_few_beside(Device *device, const StreamArgs &a) {
   return true;
 }
 
-// Whether the kernels are those of sm_120a.
-inline bool small_blocks(const Device *device) {
-  return device->room.block_bytes <= kSmallRoom;
-}
-
 template <int kEncoding, int kTiles, int kGroups>
 void run_many(Device *device, StreamArgs a) {
   const auto kernel = stream_many<kEncoding, kTiles, kGroups>;
@@ -128,13 +149,14 @@ void run_many(Device *device, StreamArgs a) {
   const int all = small_blocks(device) ? kSmallStreamWarps : kMaxStreamWarps;
   if (a.plain_warps == kMaxPlainWarps && warps >= all / kTiles) a.plain_warps--;
   const auto bytes = [&](int stages) {
-    return stream_many_bytes(shares_of(a), Expand<kEncoding>::kBytes, stages, kTiles, kGroups);
+    return stream_many_bytes(shares_of(a), a.pitch, stages, kTiles, kGroups);
   };
   const int64_t beside = stream_most_beside(device->room);
   const bool leaves =
       (kGroups == 1 || (kTiles == 2 && kGroups == 2)) && bytes(kStagesAhead + 1) <= beside;
-  launch_stream(device, kernel, a, warps + 1, divide_up(a.tokens, 8 * kGroups),
-                leaves ? beside : stream_most(device->room), bytes,
+  const int64_t most = leaves ? beside : stream_most(device->room);
+  choose_pitch<kEncoding>(device, &a, most, bytes);
+  launch_stream(device, kernel, a, warps + 1, divide_up(a.tokens, 8 * kGroups), most, bytes,
                 plain_round_bytes(a.plain_warps));
 }
 
