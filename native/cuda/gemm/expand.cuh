@@ -1,5 +1,6 @@
 // Packed weights as fragments of half-precision products, exactly; see pack.cu for the layout.
 #pragma once
+#include "../common/mma.cuh"
 #include "gemm.cuh"
 #include "packed_bits.cuh"
 
@@ -44,10 +45,9 @@ struct Expand<KSL_ENC_NVFP4> {
   }
   __device__ void piece(const uint8_t *block, int lane, int piece) {
     codes = reinterpret_cast<const uint4 *>(block)[piece * 32 + lane];
-    // Two e4m3 bytes become halves of 2^-8 times their value, then 2^7.
-    const unsigned two =
-        __byte_perm(piece < 2 ? scales.x : scales.y, 0, piece & 1 ? 0x3424 : 0x1404);
-    const unsigned both = half_multiply(two >> 1, 0x78007800u);
+    // What they multiply is 2^-14 of its value: a product needs no more than a half's last bit.
+    const unsigned two = piece < 2 ? scales.x : scales.y;
+    const unsigned both = e4m3_halves(piece & 1 ? two >> 16 : two);
     const __half2 halves = *reinterpret_cast<const __half2 *>(&both);
     const __half2 low = __low2half2(halves), high = __high2half2(halves);
     lower = *reinterpret_cast<const unsigned *>(&low);

@@ -29,6 +29,7 @@ inline StreamArgs stream_args(const Packed &m, const Split &x, const Output *out
   a.x = reinterpret_cast<const uint8_t *>(x.data);
   a.group_bytes = static_cast<int64_t>(x.pieces) * kPiece * kTileTokens * sizeof(__half);
   a.x_inverse = packed_inverse(m.encoding) / x.scale;
+  if (m.encoding == KSL_ENC_NVFP4) a.x_inverse *= 0x1p7f;  // scales of Expand are 2^-7 of others'
   a.x_scale = x.scale;
   a.pitch = packed_block_bytes(m.encoding);
   a.tokens = tokens;
