@@ -55,7 +55,8 @@ struct Product {
   Packed packed = {};
 };
 
-enum Kind { kPlainKind, kPairKind, kNormedKind, kAddedKind };
+// kLoneKind: without plain rows.
+enum Kind { kPlainKind, kPairKind, kNormedKind, kAddedKind, kLoneKind };
 
 // Both matrices one behind the other, or as a pair of equal ones; the first alone if it is added.
 Product pack(const Stored &first, const Stored &second, Kind kind, const Room &room) {
@@ -157,7 +158,7 @@ bool compare(int encoding, const char *name, const Sizes &sizes, Kind kind, int 
   to.act = act.data();
   to.stride = sizes.rows;
   PlainArgs plain = {};
-  plain.n = 1;
+  plain.n = kind == kLoneKind ? 0 : 1;
   plain.matrices[0] = beside.raw;
   plain.outputs[0] = outputs[2];
   plain.first_row[1] = kPlainRows;
@@ -173,7 +174,7 @@ bool compare(int encoding, const char *name, const Sizes &sizes, Kind kind, int 
 
   std::vector<float> found;
   std::vector<double> right;
-  for (int i = 0; i < 3; i++)
+  for (int i = 0; i < 2 + plain.n; i++)
     for (int t = 0; t < tokens && !(added && i == 1); t++)
       for (int r = 0; r < raws[i]->rows; r++) {
         double sum = 0;
@@ -205,9 +206,9 @@ int main(int argc, char **argv) {
   emulated::Random random(emulated::begin(argc, argv));
   // Slices that few tokens join; longer chains than rings; sets of tiles whose elements have two
   // chains; 99 KiB of shared memory; a norm, which bf16 does without; slices that are added, two
-  // and joined ones, or whole products.
+  // and joined ones, or whole products; sets whose last warp has one tile of its two.
   const ksl::Sizes flat = {24, 36, 3088}, tall = {24, 330, 784}, few = {24, 36, 784},
-                   four = {155, 16, 1296};
+                   four = {155, 16, 1296}, odd = {176, 176, 272};
   const ksl::Room eight = {8, 233472, 232448}, large = {4, 233472, 232448},
                   one = {1, 147456, 147456}, whole = {1, 233472, 232448},
                   small = {1, 102400, ksl::kSmallRoom};
@@ -220,7 +221,8 @@ int main(int argc, char **argv) {
       {large, flat, {1, 4, 8}, ksl::kPlainKind}, {one, flat, {1, 4, 13, 27}, ksl::kPairKind},
       {whole, tall, {2, 8}, ksl::kPlainKind},    {small, flat, {1, 8, 27}, ksl::kPlainKind},
       {large, few, {1, 2}, ksl::kNormedKind},    {large, flat, {1, 2}, ksl::kAddedKind},
-      {eight, four, {1, 2}, ksl::kAddedKind},    {whole, few, {2}, ksl::kAddedKind}};
+      {eight, four, {1, 2}, ksl::kAddedKind},    {whole, few, {2}, ksl::kAddedKind},
+      {whole, odd, {8}, ksl::kLoneKind}};
   const struct {
     int encoding;
     const char *name;

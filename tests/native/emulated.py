@@ -17,16 +17,17 @@ _WAIT = re.compile(
     r"\((?!int )"
 )
 _FENCE = re.compile(r'asm volatile\("[^"]*" ::: "memory"\);')
+_SHARED = re.compile(r"extern __shared__ __align__\((\d+)\) (\w+) (\w+)\[\];")
 _HINT = re.compile(r'asm volatile\("prefetch[^"]*"[^;]*\);')
 _BARRIER = re.compile(r'asm volatile\("bar\.sync (\d), %0;" ::"r"\((.*?)\) : "memory"\);')
 
 
 def without_instructions(text: str) -> str:
     """Small functions that hold assembly are gone; so are fences and hints in kernels. Barriers of
-    some warps and launches are calls."""
+    some warps and launches are calls; so is the shared memory of a launch, see `dynamic`."""
     text = _HINT.sub(";", _BARRIER.sub(r"named_barrier(\1, \2);", text))
     text = _FUNCTION.sub(lambda f: "" if re.search(r"\basm\b", f.group()) else f.group(), text)
-    text = _FENCE.sub("", text).replace("extern __shared__", "extern")
+    text = _SHARED.sub(r"\2 *const \3 = emulated::dynamic(\1);", _FENCE.sub("", text))
     return _LAUNCH.sub(r"emulated::launch(dim3(\1), dim3(\2), kernel, __VA_ARGS__)", text)
 
 
@@ -62,12 +63,7 @@ def build(test: str, kernels: list[str], folder: Path) -> Path:
     sources[0].write_text((ROOT / f"native/tests/{test}.cc").read_text(encoding="utf-8"))
     for kernel in kernels:
         source = native / "cuda" / f"{kernel}.host.cc"
-        # Shared memory is what a kernel declares as `extern`.
-        source.write_text(
-            f'#include "{native / "cuda" / kernel}.cu"\n'
-            "namespace ksl {\nnamespace {\nalignas(1024) uint8_t memory[emulated::kShared];\n"
-            "const bool known = (emulated::shared.push_back(memory), true);\n}\n}\n"
-        )
+        source.write_text(f'#include "{native / "cuda" / kernel}.cu"\n')
         sources.append(source)
     program = folder / test
     flags = [

@@ -709,6 +709,9 @@ __device__ inline void many(const StreamArgs &a) {
   float *others = reinterpret_cast<float *>(memory + stages * (stage + 16));
   const uint8_t *const own = memory + way * part + row * kTiles * pitch;
   const uint8_t *const x = memory + way * part + weights + lane * 16;
+  // A tile that the set lacks is what lies behind it, or, where that may be less, the one before.
+  constexpr bool kBehind = line_pitch(kBytes) <= kGroups * kSuperBytes;
+  const int second = kBehind || row * kTiles + 1 < a.set_tiles ? pitch : 0;
   const unsigned last_full = barriers + stages * 16;
   unsigned full = barriers;
   int phase = 0, moved = 0;  // by stages
@@ -726,10 +729,10 @@ __device__ inline void many(const StreamArgs &a) {
     for (int i = 0; i < steps; i++) {
       bulk_wait(full, phase);
       if (works && i < n) {
-        const uint8_t *at[kTiles];  // of a tile that the set lacks, what lies behind it
+        const uint8_t *at[kTiles];
 #pragma unroll
         for (int m = 0; m < kTiles; m++)
-          at[m] = own + moved + m * pitch + lines.at(m * a.supers + i);
+          at[m] = own + moved + m * second + lines.at(m * a.supers + i);
         // The warp that has but one tile of a set is not to be the last.
         if (kLong && kTiles == 2 && row * kTiles + 1 == a.set_tiles) {
           const uint8_t *const one[1] = {at[0]};

@@ -10,6 +10,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <ucontext.h>
 
 #include <functional>
@@ -130,7 +131,20 @@ inline bool there(int wait) {
 
 constexpr size_t kStack = 64 << 10;
 constexpr size_t kShared = 227 << 10;  // the most that a block may have
-inline std::vector<uint8_t *> shared;  // that of each kernel file
+constexpr size_t kSharedPages = 228 << 10, kBehind = 64 << 10;
+// Behind it lies what nobody may touch.
+inline uint8_t *const shared = []() {
+  void *const at = mmap(nullptr, kSharedPages + kBehind, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_32BIT, -1, 0);
+  uint8_t *const memory = static_cast<uint8_t *>(at);
+  if (at == MAP_FAILED || mprotect(memory + kSharedPages, kBehind, PROT_NONE) != 0) abort();
+  return memory;
+}();
+inline size_t dynamic_bytes;  // of the launch
+// Of a block, aligned to so many bytes: it ends there.
+inline uint8_t *dynamic(size_t align) {
+  return shared + kSharedPages - (dynamic_bytes + align - 1) / align * align;
+}
 
 struct Warp {
   void *given[32];
@@ -253,7 +267,7 @@ inline void run_block(Block *what, Thread *threads, int n) {
   barriers.clear();
   coming.clear();
   cluster_arrivals = 0;
-  for (uint8_t *memory : shared) memset(memory, 0x7f, kShared);
+  memset(shared, 0x7f, kSharedPages);
   block->warps.assign(static_cast<size_t>(n / 32), Warp());
   for (int i = 0; i < n; i++) {
     Thread &thread = threads[i];
@@ -405,8 +419,10 @@ inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *out, F *, 
 }
 namespace emulated {
 template <class... P, class... A>
-inline void launch(dim3 grid, dim3 threads_of, void (*kernel)(P...), const A &...arguments) {
+inline void launch_with(size_t shared_bytes, dim3 grid, dim3 threads_of, void (*kernel)(P...),
+                        const A &...arguments) {
   static std::vector<Thread> threads;
+  dynamic_bytes = shared_bytes;
   if (threads.size() < threads_of.x) threads.resize(threads_of.x);
   Block block;
   blockDim = threads_of;
@@ -417,6 +433,10 @@ inline void launch(dim3 grid, dim3 threads_of, void (*kernel)(P...), const A &..
     run_block(&block, threads.data(), threads_of.x);
   }
 }
+template <class... P, class... A>
+inline void launch(dim3 grid, dim3 threads_of, void (*kernel)(P...), const A &...arguments) {
+  launch_with(0, grid, threads_of, kernel, arguments...);
+}
 }  // namespace emulated
 template <class... P, class... A>
 inline cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(P...),
@@ -424,7 +444,8 @@ inline cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*k
   if (config->dynamicSmemBytes > emulated::kShared) abort();
   emulated::cluster = config->numAttrs > 1 ? config->attrs[1].val.clusterDim.x : 1;
   if (config->gridDim.x % emulated::cluster != 0) abort();
-  emulated::launch(config->gridDim, config->blockDim, kernel, arguments...);
+  emulated::launch_with(config->dynamicSmemBytes, config->gridDim, config->blockDim, kernel,
+                        arguments...);
   return cudaSuccess;
 }
 
