@@ -13,6 +13,7 @@ MOST = 6.0  # plain waves that can be saved up by waiting
 EARNED = 16.0  # and by what drafts gained: some long ones that fail, on a CPU
 FIRST = 4.0  # at first
 OWED = 12.0  # most that one correction takes
+DEBT = 4.0  # and where it ends: what seemed lost keeps no drafts away for thousands of waves
 
 
 class Allowance:
@@ -45,4 +46,5 @@ class Allowance:
         if owed > 0.0:
             # More may have been saved than could be kept: that pays first.
             owed = min(max(owed - max(saved, 0.0), 0.0), OWED)
-        self._left[rows] = min(self._left.get(rows, FIRST) - owed, EARNED)
+        left = self._left.get(rows, FIRST)
+        self._left[rows] = max(min(left - owed, EARNED), min(left, -DEBT))

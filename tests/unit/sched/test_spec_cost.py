@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kslserve.sched.spec.acceptance import Kept
-from kslserve.sched.spec.allowance import EARNED, FIRST, MOST, PART, Allowance
+from kslserve.sched.spec.allowance import DEBT, EARNED, FIRST, MOST, OWED, PART, Allowance
 from kslserve.sched.spec.cost import (
     LOOKS,
     PACE_MAX,
@@ -319,6 +319,15 @@ def test_what_could_not_be_kept_pays_first() -> None:
     assert allowance.waves(1, 2)
     allowance.correct(1, -2.0)
     assert not allowance.waves(1, 3)
+
+
+def test_corrections_end_at_a_debt() -> None:
+    allowance = Allowance()
+    allowance.correct(1, OWED)
+    assert 0.9 * DEBT / PART < allowance.waves(1, 1) <= 1 + DEBT / PART
+    allowance.settle(1, -1.0)
+    allowance.correct(1, OWED)  # nor is any of what a round lost given back
+    assert allowance.waves(1, 1) > 0.9 * (DEBT + 1.0) / PART
 
 
 def test_an_allowance_comes_back() -> None:
