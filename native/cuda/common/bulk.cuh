@@ -63,6 +63,10 @@ __device__ inline void cluster_arrive() {
 __device__ inline void cluster_began() {
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
+// All threads of the cluster meet; what they stored in each other's shared memory is there.
+__device__ inline void cluster_meet() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
 // Stores a value at the same place of another block of the cluster; it completes 4 bytes on that
 // block's barrier.
 __device__ inline void cluster_give(unsigned to, float value, unsigned barrier, unsigned rank) {

@@ -35,16 +35,6 @@ struct Shared {
   bool last;
 };
 
-__device__ inline void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
-}
-__device__ inline void cluster_wait() {
-  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-}
-// What the blocks have stored in each other's memory is there then.
-__device__ inline void cluster_meet() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
 // The same place of a block of the cluster.
 __device__ inline unsigned part_at(const float *p, int part) {
   unsigned at;
@@ -210,24 +200,13 @@ __global__ void __cluster_dims__(kParts) __maxnreg__(kRegisters)
     if (begin == 0 && threadIdx.x == 0 && commits)
       before = atomicInc(a.arrived + static_cast<int64_t>(blockIdx.y) * shape.key_heads + key_head,
                          group * kParts - 1);
-    if (begin == 0)
-      cluster_wait();  // the other has begun
-                       // Unit queries and keys, one of a token per warp, for both.
+    if (begin == 0) cluster_began();
+    // Unit queries and keys, one of a token per warp, for both.
 #pragma unroll 1
     for (int i = warp; i < 2 * run.n; i += kWarps) {
       float *const x = s.units[i & 1 ? kKey : kQuery][part * half + (i >> 1)] + lane;
-      float y[4], sum[4];
-#pragma unroll
-      for (int k = 0; k < 4; k++) {
-        y[k] = x[k * 32];
-        sum[k] = y[k] * y[k];
-      }
-#pragma unroll
-      for (int step = 16; step > 0; step /= 2) {
-#pragma unroll
-        for (int k = 0; k < 4; k++) sum[k] += __shfl_xor_sync(kAll, sum[k], step);
-      }
-      const float r = 1.0f / sqrtf((((sum[0] + sum[1]) + sum[2]) + sum[3]) + 1e-6f);
+      float y[4];
+      const float r = unit_factor(x, y);
       const float scale = i & 1 ? 1.0f : 1.0f / sqrtf(static_cast<float>(kDim));
       const unsigned other = part_at(x, part ^ 1);
 #pragma unroll

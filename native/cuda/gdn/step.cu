@@ -168,18 +168,8 @@ __global__ void __launch_bounds__(kThreads, 2) step_kernel(const __grid_constant
 #pragma unroll 1
     for (int i = warp; i < 2 * m; i += kWarps) {
       float *const x = s.inputs[i & 1 ? kKey : kQuery][i >> 1] + lane;
-      float y[4], sum[4];
-#pragma unroll
-      for (int k = 0; k < 4; k++) {
-        y[k] = x[k * 32];
-        sum[k] = y[k] * y[k];
-      }
-#pragma unroll
-      for (int step = 16; step > 0; step /= 2) {
-#pragma unroll
-        for (int k = 0; k < 4; k++) sum[k] += __shfl_xor_sync(kAll, sum[k], step);
-      }
-      const float r = 1.0f / sqrtf((((sum[0] + sum[1]) + sum[2]) + sum[3]) + 1e-6f);
+      float y[4];
+      const float r = unit_factor(x, y);
       const float scale = i & 1 ? 1.0f : 1.0f / sqrtf(static_cast<float>(kDim));
 #pragma unroll
       for (int k = 0; k < 4; k++) x[k * 32] = y[k] * r * scale;

@@ -15,7 +15,7 @@ constexpr int kParts = 4;
 __device__ inline float parts_sum(float v, int part, float *scratch) {
   const int warps = blockDim.x >> 5, lane = threadIdx.x & 31;
   v = warp_sum(v);
-  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+  cluster_began();
   if (lane < kParts)
     asm volatile(
         "{.reg .b32 r;\n mapa.shared::cluster.u32 r, %0, %1;\n"
@@ -23,7 +23,7 @@ __device__ inline float parts_sum(float v, int part, float *scratch) {
             shared_at(scratch + part * warps + (threadIdx.x >> 5))),
         "r"(lane), "f"(v)
         : "memory");
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+  cluster_meet();
   float sum = 0;
   for (int i = 0; i < kParts * warps; i++) sum += scratch[i];
   return sum;
@@ -35,7 +35,7 @@ __device__ __forceinline__ void norm_row(const NormArgs &a) {
   static_assert(!kParted || kPasses == 1, "a row at once");
   allow_next();
   __shared__ float scratch[32];
-  if (kParted) asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+  if (kParted) cluster_arrive();
   const int column = kParted ? blockIdx.x / kParts : blockIdx.x;
   const int part = kParted ? blockIdx.x % kParts : 0;
   const int first = part * blockDim.x + threadIdx.x;
