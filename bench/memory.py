@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from bench.report import Report
+from kslserve import heap
 from kslserve.config import Settings
 from kslserve.engine.budget import kv_token_bytes, slot_bytes
 from kslserve.engine.codecs import encoded_bytes
@@ -35,7 +37,6 @@ from kslserve.startup.pools import (
     kv_format,
     plan_pools,
     slab_bytes,
-    trim_heap,
     workspace_bytes,
 )
 
@@ -91,7 +92,8 @@ async def measure(model_name: str, settings: Settings) -> dict[str, Any]:
             spec, model.tensors, sizes, kv_format=kv_format(settings), threads=settings.threads
         )
     opened = status("VmHWM") - before
-    trim_heap()
+    gc.collect()
+    heap.trim()
     waves = Waves(engine)
     await fill(waves)
     peak = status("VmHWM") - before

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+
 import numpy as np
 import pytest
 
+import bench
 from bench.churn import host_mib, trend
 from bench.pace import Round, Tally, interval, rounds_for
 from bench.speculation import model_of
+
+
+@pytest.mark.parametrize("name", [module.name for module in pkgutil.iter_modules(bench.__path__)])
+def test_every_bench_finds_what_it_imports(name: str) -> None:
+    try:
+        importlib.import_module(f"bench.{name}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in ("bench", "kslserve", "tests"):
+            raise
+        pytest.skip(f"a peer is not installed: {error.name}")
 
 
 @pytest.mark.parametrize(
