@@ -71,6 +71,7 @@ __device__ inline void multiply_add(float (&c)[4], const unsigned (&a)[4], unsig
 template <int kBytes>
 struct Lines {
   static constexpr bool kMoved = kHasRoom && kBytes % 128 != 0;
+  static constexpr int kPitch = line_pitch(kBytes);
   unsigned mask, first;
   // first: index of a block.
   __device__ Lines(const StreamArgs &a, int first)
@@ -710,7 +711,7 @@ __device__ inline void many(const StreamArgs &a) {
   const uint8_t *const own = memory + way * part + row * kTiles * pitch;
   const uint8_t *const x = memory + way * part + weights + lane * 16;
   // A tile that the set lacks is what lies behind it, or, where that may be less, the one before.
-  constexpr bool kBehind = line_pitch(kBytes) <= kGroups * kSuperBytes;
+  constexpr bool kBehind = Lines<kBytes>::kPitch <= kGroups * kSuperBytes;
   const int second = kBehind || row * kTiles + 1 < a.set_tiles ? pitch : 0;
   const unsigned last_full = barriers + stages * 16;
   unsigned full = barriers;
