@@ -278,18 +278,10 @@ __global__ void __cluster_dims__(kParts) __maxnreg__(kRegisters)
       const int t = (i * kWarps + warp) * kParts + part;
       if (t >= m) break;
       const int token = column + begin + t, to = head * kDim + lane * 4;
-      const int64_t at = static_cast<int64_t>(token) * a.value_stride + to;
       const float4 out = *reinterpret_cast<const float4 *>(s.outs[t / kParts] + lane * 4);
       const float4 gain = *reinterpret_cast<const float4 *>(s.norm + lane * 4);
-      const float square =
-          warp_sum((out.x * out.x + out.y * out.y) + (out.z * out.z + out.w * out.w));
-      const float r = 1.0f / sqrtf(square / static_cast<float>(kDim) + a.eps);
-      const float4 y =
-          make_float4(out.x * r * gain.x * silu(z[i].x), out.y * r * gain.y * silu(z[i].y),
-                      out.z * r * gain.z * silu(z[i].z), out.w * r * gain.w * silu(z[i].w));
-      if (a.core != nullptr) *reinterpret_cast<float4 *>(a.core + at) = out;
-      if (a.gated != nullptr) *reinterpret_cast<float4 *>(a.gated + at) = y;
-      if (a.split.data != nullptr) split_store4(a.split, token, to, y);
+      write_normed(a, token, to, out, gain,
+                   make_float4(silu(z[i].x), silu(z[i].y), silu(z[i].z), silu(z[i].w)));
     }
   }
   if (!commits) return;

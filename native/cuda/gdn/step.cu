@@ -234,18 +234,10 @@ __global__ void __launch_bounds__(kThreads, 2) step_kernel(const __grid_constant
 #pragma unroll 1
     for (int t = warp; !kReplay && t < m; t += kWarps) {
       const int token = column + begin + t, to = head * kDim + lane * 4;
-      const int64_t at = static_cast<int64_t>(token) * a.value_stride + to;
       const float4 out = *reinterpret_cast<const float4 *>(s.inputs[kValue][t] + lane * 4);
       const float4 gate = *reinterpret_cast<const float4 *>(s.inputs[kGate][t] + lane * 4);
       const float4 gain = *reinterpret_cast<const float4 *>(s.norm + lane * 4);
-      const float square =
-          warp_sum((out.x * out.x + out.y * out.y) + (out.z * out.z + out.w * out.w));
-      const float r = 1.0f / sqrtf(square / static_cast<float>(kDim) + a.eps);
-      const float4 y = make_float4(out.x * r * gain.x * gate.x, out.y * r * gain.y * gate.y,
-                                   out.z * r * gain.z * gate.z, out.w * r * gain.w * gate.w);
-      if (a.core != nullptr) *reinterpret_cast<float4 *>(a.core + at) = out;
-      if (a.gated != nullptr) *reinterpret_cast<float4 *>(a.gated + at) = y;
-      if (a.split.data != nullptr) split_store4(a.split, token, to, y);
+      write_normed(a, token, to, out, gain, gate);
     }
   }
   if (!commits) return;

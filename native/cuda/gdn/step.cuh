@@ -32,6 +32,20 @@ __device__ inline void sum_keys(Dims<kWide> &x) {
   }
 }
 
+// What a warp makes of a head's output of a token: `out`, elements [to, to + 4) of the token's
+// values for a lane, the norm's weights and silu(z) of these.
+__device__ inline void write_normed(const StepArgs &a, int token, int to, const float4 &out,
+                                    const float4 &gain, const float4 &gate) {
+  const int64_t at = static_cast<int64_t>(token) * a.value_stride + to;
+  const float square = warp_sum((out.x * out.x + out.y * out.y) + (out.z * out.z + out.w * out.w));
+  const float r = 1.0f / sqrtf(square / static_cast<float>(kDim) + a.eps);
+  const float4 y = make_float4(out.x * r * gain.x * gate.x, out.y * r * gain.y * gate.y,
+                               out.z * r * gain.z * gate.z, out.w * r * gain.w * gate.w);
+  if (a.core != nullptr) *reinterpret_cast<float4 *>(a.core + at) = out;
+  if (a.gated != nullptr) *reinterpret_cast<float4 *>(a.gated + at) = y;
+  if (a.split.data != nullptr) split_store4(a.split, token, to, y);
+}
+
 // What makes a query or key in shared memory one of unit length, by a warp; y: a lane's elements of
 // it, from x on, 32 apart.
 __device__ inline float unit_factor(const float *x, float (&y)[4]) {
