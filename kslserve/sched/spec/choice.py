@@ -41,15 +41,17 @@ class Choice:
         step_ms = self._costs.draft_ms(rows, plain)
         return least / self._kept.part, (least + gain * step_ms / plain) / TRUST_CHAIN
 
-    def aim(self, drafting: Items[Candidate], rows: int, prompt: int, room: int, wave: int) -> None:
-        """Choose for a wave of so many decoding rows and columns of prompts. room: further columns
-        that it can have."""
-        finishing = sum(not decodes for _, _, decodes in drafting)
+    def aim(
+        self, drafting: Items[Candidate], rows: int, prompt: bool, room: int, wave: int
+    ) -> None:
+        """Choose for a wave in which so many rows decode. room: further columns that it can have.
+
+        prompt: whether it has prompts. Their time passes whoever drafts, so drafts beside them are
+        weighed as in the waves that follow, in which all that run decode: those are `rows`. A token
+        that comes before them saves its part of one of those, and no more."""
         ms = self._times(rows, prompt)
-        # MTP drafts are for the wave after this one, in which the prompts that end here decode too.
-        after = self._times(rows + finishing, 0) if prompt else ms
         lanes = self._choose_lanes(drafting, ms, rows, room)
-        depths = self._choose_depths(drafting, after, rows + finishing)
+        depths = self._choose_depths(drafting, ms, rows)
         for candidate, n, depth in zip(drafting, lanes, depths or lanes, strict=True):
             sequence, drafter, decodes = candidate
             if depths is None:
@@ -106,19 +108,18 @@ class Choice:
             chances, ms, lambda n: self._costs.draft_ms(n, plain), rows, self._most(rows)
         )
 
-    def _times(self, rows: int, prompt: int) -> Times | None:
+    def _times(self, rows: int, prompt: bool) -> Times | None:
         """None where there is nothing to go by, or where it is time to see how long a plain wave
-        takes."""
-        if prompt:
-            base, slope = self._mixed.line()
-            if base + slope <= 0.0:
-                return None
-            return lambda columns: base + slope * (prompt + columns)
+        takes, which waves with prompts do not tell."""
         costs = self._costs.of(rows)
-        if costs.plain_due:
+        if not costs.known or (costs.plain_due and not prompt):
             return None
         times, plain = costs.table(self._most(rows), _gain(costs))[0], costs.ms(rows)
-        return lambda columns: plain * times[columns - rows]
+        if not prompt:
+            return lambda columns: plain * times[columns - rows]
+        # Where products are bound by arithmetic, columns cost more than beside few others.
+        slope = self._mixed.line()[1]
+        return lambda columns: max(plain * times[columns - rows], plain + slope * (columns - rows))
 
     def _most(self, rows: int) -> int:
         """Drafts that a wave may have beside so many rows."""

@@ -123,7 +123,7 @@ class Speculator:
         drafting, least = self._awake(sequences, wave)
         if drafting is None:
             return False
-        self._choose(drafting, rows, 0, self._columns - rows, least)
+        self._choose(drafting, rows, False, self._columns - rows, least)
         found = self._settled(sequences, drafting)
         if not found and not always:
             ms, plain_ms = 1e3 * (self._clock() - begun), costs.ms(rows)
@@ -186,17 +186,13 @@ class Speculator:
         grants: columns by sequence; left: prompt positions to compute, 0 for a decoding one. room:
         further columns that the wave can have."""
         self._wave = self._looked = wave
-        rows = sum(bool(n) and not remaining for n, remaining in zip(grants, left, strict=True))
-        ends = sum(0 < remaining <= n for n, remaining in zip(grants, left, strict=True))
-        # MTP drafts of prompts that end are for the wave behind this one.
-        pause = not self.policy.always and self._allowance.waves(rows + ends, wave)
-        prompt = 0
+        prompt = any(n and remaining for n, remaining in zip(grants, left, strict=True))
+        rows = len(running) if prompt else sum(map(bool, grants))
+        pause = not self.policy.always and self._allowance.waves(rows, wave)
         drafting: list[Candidate] = []
         for sequence, n, remaining in zip(running, grants, left, strict=True):
             if not n:
                 continue
-            if remaining:
-                prompt += n
             drafter = sequence.drafter
             if drafter is not None:
                 drafter.rest()
@@ -207,8 +203,7 @@ class Speculator:
                     drafting.append((sequence, drafter, not remaining))
         if pause:
             return False
-        least = NOTHING if prompt else self._least(rows)
-        self._choose(drafting, rows, prompt, room, least)
+        self._choose(drafting, rows, prompt, room, self._least(rows))
         return self._settled(running, drafting)
 
     def _least(self, rows: int) -> tuple[float, float]:
@@ -221,7 +216,7 @@ class Speculator:
         self,
         drafting: Items[Candidate],
         rows: int,
-        prompt: int,
+        prompt: bool,
         room: int,
         least: tuple[float, float],
     ) -> None:

@@ -10,7 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kslserve.core.sampling import SamplingParams
 from kslserve.engine.types import Done, RowDone
+from kslserve.sched.job import Job
+from kslserve.sched.plan import WaveCost
+from kslserve.sched.sequence import Sequence
 from kslserve.sched.spec.acceptance import (
     DEPTH_FADE,
     DEPTH_KNOWN,
@@ -26,7 +30,8 @@ from kslserve.sched.spec.acceptance import (
     suffix_survival,
 )
 from kslserve.sched.spec.charge import charge
-from kslserve.sched.spec.cost import PROBE, RowCosts
+from kslserve.sched.spec.choice import Choice
+from kslserve.sched.spec.cost import PROBE, RowCosts, WaveCosts
 from kslserve.sched.spec.depth import ALIKE, CLEAR, GAIN, choose_depths, choose_lanes
 from kslserve.sched.spec.drafter import NEAR_MAX, STANDS, STRONG, Drafter
 from kslserve.sched.spec.index import SuffixIndex
@@ -204,6 +209,32 @@ def test_depths_pay_for_their_steps() -> None:
     both = choose_depths([[0.9], [0.5]], cheap, lambda n: 1.0 + 0.1 * n, 2, 10)
     assert both == [1, 1]
     assert choose_depths([[], []], cheap, lambda n: 0.0, 2, 10) == [0, 0]
+
+
+@pytest.mark.parametrize("prompt", [False, True])
+@pytest.mark.parametrize(("column", "drafted"), [(0.02, True), (0.3, False)])
+def test_beside_prompts_drafts_are_weighed_as_without(
+    prompt: bool, column: float, drafted: bool
+) -> None:
+    """However much longer such a wave takes: that passes whoever drafts."""
+    costs, mixed, rows = WaveCosts(), WaveCost(50.0, 250.0, 512), 8
+    for columns in (rows, 256 + rows, 512 + rows):
+        mixed.observe(columns, columns - rows, 2.0 + 0.01 * columns)
+    of = costs.of(rows)
+    for wave in range(1, PROBE + 1):
+        of.plain(2.0, wave)
+    for n in (2, 4, 15):
+        for _ in range(3):
+            of.observe(rows + n, 2.0 * (1.0 + column * n), PROBE + 1)
+    job = Job(np.array([1, 2, 3, 4] * 9, np.int32), 100, SamplingParams(temperature=0.0), 1)
+    drafters = [Drafter(Averages(MATCH_PRIOR), None, Patience(), 15) for _ in range(2)]
+    drafting = []
+    for drafter in drafters:
+        sequence = Sequence(1, job, None, 0.0)  # type: ignore[arg-type]
+        drafter.read(sequence)
+        drafting.append((sequence, drafter, True))
+    Choice(costs, mixed, Kept(), 15, 0).aim(drafting, rows, prompt, 100, PROBE + 2)
+    assert all(bool(drafter.lanes) == drafted for drafter in drafters)
 
 
 def test_trials_are_made_less_and_less_often() -> None:
