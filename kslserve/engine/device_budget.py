@@ -14,6 +14,7 @@ _HEAD_BATCH = 32  # columns whose logits exist at one time
 _DRAFTS_MAX = 16
 _SUPER, _PIECE, _PANEL_SLACK = 256, 64, 256  # native/cuda/common/split.cuh, panel.cuh
 _TILE_KEYS = 64
+_WAITING = 64  # columns whose MTP keys may wait
 _ATTENTION_UNITS = 16384
 _LONG_ROW = 64
 _MOVE_BYTES = 32 << 20  # state on its way to host memory and back
@@ -51,6 +52,7 @@ def device_workspace_bytes(
     floats = most * (5 * hidden + region + (spec.rotary_dims if full else 0))
     floats += max(_SLICES * sliced, most) * hidden
     floats += _HEAD_BATCH * (hidden + 2 * _padded(spec.vocab))
+    floats += _WAITING * hidden if spec.mtp_layers else 0
     kept = min(slots * (1 + _DRAFTS_MAX), wave_columns)
     floats += kept * linear * (conv + 2 * gates)
     if full:

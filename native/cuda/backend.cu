@@ -320,6 +320,7 @@ int plan_rows(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
       row_of[c] = i;
       source[c] = j ? static_cast<int32_t>(kSourceColumn)
                     : (row->start ? row->slab : static_cast<int32_t>(kSourceZero));
+      if (b->plain) source[c] = backlog_add(b, {token[c], position[c], row->slot});
     }
     info->tiled = b->long_rows && row->kind != KSL_ROW_VERIFY && n >= kLongRow;
     if (info->tiled)
@@ -381,6 +382,7 @@ int forward(Backend *b, bool stoppable) {
     walk(b, b->layers[layer].kind == KSL_LAYER_FULL ? kListFull : kListLinear, layer);
   }
   walk(b, kListOutput, 0);
+  if (b->plain) return KSL_OK;
   if (s->mtp_layers) mtp_follow(b);
   // Without drafts it is known what rows keep.
   if (b->n_kept == 0) keep_hidden(b);
@@ -493,8 +495,8 @@ void fill_shape(Backend *b) {
 
 int launch(Backend *b) {
   if (!b->shaped) return forward(b, true);
-  const GraphShape shape = {kWavePart,      b->batch.n, b->shape_rows, b->head_jobs, b->multi,
-                            b->head_direct, 0};
+  const GraphShape shape = {kWavePart, b->batch.n, b->shape_rows,  b->head_jobs,
+                            b->multi,  b->plain,   b->head_direct, 0};
   run_shaped(b, shape, [](Backend *of) { forward(of, false); });
   return KSL_OK;
 }
@@ -503,6 +505,7 @@ int run_columns(Backend *b) {
   const ModelSpec *s = b->spec;
   b->trunk = true;
   b->kv_only = false;
+  b->hidden_of = kOfSlabs;
   plan_head(b);
   if (b->shaped) fill_shape(b);
   if (!b->shaped) upload(b, b->d_rows, b->row_info, b->n_rows * sizeof(RowInfo));
@@ -527,6 +530,8 @@ int run_columns(Backend *b) {
 
 int cuda_run(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
   b->wave = wave;
+  b->taps = false;
+  backlog_begin(b);
   b->taps = wave->n_taps > 0;
   for (int i = 0; i < wave->n_taps; i++) wave->taps[i].written = 0;
   for (int i = 0; i < wave->n_edits; i++) {

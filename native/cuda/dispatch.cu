@@ -318,6 +318,10 @@ void out_and_norm(Backend *b, const Group &group, const float *x, int x_stride, 
   a.out_stride = b->hidden_stride;
   a.split = out_split;
   a.zero_at = zero_first ? b->batch.position : nullptr;
+  if (out == b->final && b->plain)
+    a.keep = {b->d_rows,       b->batch.row,
+              b->batch.source, b->slabs.data + b->hidden_offset,
+              b->slabs.stride, b->spec->mtp_layers ? b->waiting_hidden : nullptr};
   run_norm(b, a);
 }
 
@@ -522,10 +526,11 @@ void stage_mtp_input(void *context, int) {
   a.final = b->final;
   a.stride = b->hidden_stride;
   a.width = b->spec->hidden;
-  a.hidden = b->slabs.data + b->hidden_offset;
-  a.hidden_stride = b->slabs.stride;
-  if (!b->trunk && b->later_draft) {  // from the chain of the one before
-    a.hidden = b->chain;
+  if (b->hidden_of == kOfSlabs) {
+    a.hidden = b->slabs.data + b->hidden_offset;
+    a.hidden_stride = b->slabs.stride;
+  } else {
+    a.hidden = b->hidden_of == kOfChain ? b->chain : b->waiting_hidden;
     a.hidden_stride = b->hidden_stride;
   }
   a.norm_embedding = b->mtp_norm_embedding;

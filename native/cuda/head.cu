@@ -286,10 +286,10 @@ void mtp_propose(Backend *b) {
     }
     b->batch.n = columns;
     form_splits(b);
-    b->later_draft = step > 0;
+    b->hidden_of = step > 0 ? kOfChain : kOfSlabs;
     b->head_direct = !b->taps && columns <= kHeadBatch;
     if (shaped) {
-      run_shaped(b, {kDraftPart, columns, 0, 0, b->later_draft, b->head_direct, 0},
+      run_shaped(b, {kDraftPart, columns, 0, 0, step > 0, 0, b->head_direct, 0},
                  [](Backend *of) { draft_columns(of, true); });
     } else {
       upload_columns(b, columns);
@@ -314,7 +314,7 @@ void mtp_propose(Backend *b) {
   }
   b->trunk = true;
   b->batch = trunk;
-  *b->wave->drafts_ns = now_ns() - begun;
+  *b->wave->drafts_ns += now_ns() - begun;
 }
 
 }  // namespace ksl

@@ -302,6 +302,8 @@ int make_scratch(Backend *b, ksl_error *error) {
 
   const int64_t most_kept = slots * (1 + KSL_MAX_DRAFT);
   b->keep_columns = static_cast<int>(most_kept < columns ? most_kept : columns);
+  b->waiting_hidden =
+      own_many<float>(b, s->mtp_layers ? static_cast<size_t>(kMostWaiting) * b->hidden_stride : 1);
   b->keep_floats = b->conv_stride + 2 * b->head_stride;
   b->keep = own_many<float>(b, b->keep_floats * b->keep_columns * s->linear_layers);
   b->gdn_fused =
@@ -347,6 +349,7 @@ int make_scratch(Backend *b, ksl_error *error) {
                               b->head_split.data,
                               b->attn_partial,
                               b->keep,
+                              b->waiting_hidden,
                               b->gdn_arrived,
                               b->d_rows,
                               b->d_columns,

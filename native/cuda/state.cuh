@@ -43,6 +43,7 @@ struct Slot {
   bool latched, use_counts, has_mask;
   int32_t last_token;
   int n_stop, n_drafts;
+  int waits_until;  // the position behind the last one whose MTP keys wait; 0: none do
   int32_t stop_ids[KSL_MAX_STOP];
   int32_t drafts[KSL_MAX_DRAFT];
   int32_t *forced;
@@ -68,13 +69,22 @@ struct HeadJob {
   int row, offset;
 };
 
+// A column whose MTP keys and values are to be made, see mtp_backlog.cu.
+struct WaitingColumn {
+  int32_t token, position, slot;
+};
+enum { kMostWaiting = kWideTokens };
+
+// Where the hidden states lie that `source` of columns tells.
+enum { kOfSlabs = 0, kOfChain, kOfWaiting };
+
 // Launches as one. Those of equal shape are the same kernels, which read everything else from
 // device memory, but for the chunks of keys that attention is launched for: a graph has enough of
 // them, and others when it is updated.
 struct GraphShape {
-  int part, columns, rows, jobs, multi, head_direct, makes_heads;
+  int part, columns, rows, jobs, multi, plain, head_direct, makes_heads;
 };
-enum { kWavePart, kDraftPart };
+enum { kWavePart, kDraftPart, kBacklogPart };
 struct Graph {
   GraphShape shape;
   cudaGraphExec_t run;
@@ -181,16 +191,23 @@ struct Backend {
   Columns batch;
   bool trunk;  // the batch is the wave's columns, not drafts
   bool kv_only;
-  bool later_draft;   // drafts go on from drafts
+  int hidden_of;      // kOfSlabs and so on
   bool head_direct;   // the head reads columns as they lie: the norm before it makes its input
   bool normed_ready;  // the layer before has made this layer's in_norm, or left it to the product
   bool norm_owed;     // `norm` is left to the next product
   InputNorm norm;
-  bool multi;   // a row has more than one column
+  bool multi;  // a row has more than one column
+  // The wave is rows of one column, and does nothing else to state that is not their own: the last
+  // norm keeps hidden states, and MTP keys wait.
+  bool plain;
   bool shaped;  // the wave is decode and VERIFY rows, filled up to one of few shapes
   bool taps;
   int most_position;
   int column_capacity;
+
+  WaitingColumn waiting[kMostWaiting];
+  int n_waiting, slots_waiting;
+  float *waiting_hidden;  // [kMostWaiting][hidden_stride], before each column
 
   // activations [columns][...]
   int hidden_stride, mtp_stride, conv_stride, value_stride, head_stride, query_stride,
@@ -280,6 +297,13 @@ void mtp_propose(Backend *b);
 void upload(Backend *b, void *to, const void *from, size_t bytes);
 void upload_columns(Backend *b, int n);
 bool synchronize(Backend *b, const char *what);
+
+// ---- mtp_backlog.cu
+// Before anything of a wave: whether it is plain; makes the MTP keys that wait where they have to
+// be there, or would not be found behind it.
+void backlog_begin(Backend *b);
+// Has a column of a plain wave wait; returns its place in waiting_hidden.
+int backlog_add(Backend *b, const WaitingColumn &column);
 
 // ---- open.cu
 int cuda_open(const ModelSpec *spec, const ksl_config *config, const TensorTable *tensors,

@@ -38,7 +38,7 @@ def charge(costs: RowCosts, done: Done, round: Round, rows: int, excess: float, 
     drafts apart: what held up a single one says nothing of drafts. wave: id of the newest one.
 
     The first MTP drafts after long also take the time of keys and values that were left until then
-    (cpu/mtp_backlog.cc): of that no more counts than of any round."""
+    (native/*/mtp_backlog): of that no more counts than of any round."""
     extra = excess + min(done.drafts_ns / 1e6 / costs.ms(rows), ROUND)
     shares = sum(lanes + propose for _, lanes, propose, _ in round)
     each = extra / max(shares, 1)

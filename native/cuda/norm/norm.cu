@@ -29,8 +29,32 @@ __device__ inline float parts_sum(float v, int part, float *scratch) {
   return sum;
 }
 
+// The hidden state of a column's slab, whose place its row takes.
+struct Hidden {
+  float *at, *before;
+  __device__ Hidden(const NormArgs &a, int column) : at(nullptr), before(nullptr) {
+    const int row = a.keep.row_of[column];
+    if (row < 0) return;
+    at = a.keep.hidden + a.keep.rows[row].slab * a.keep.slab_stride;
+    if (a.keep.before != nullptr)
+      before = a.keep.before + static_cast<int64_t>(a.keep.entry[column]) * a.out_stride;
+  }
+  // Elements from i on. Those of slabs lie anywhere.
+  __device__ void load(int i, int width, float (&v)[kRun]) const {
+#pragma unroll
+    for (int k = 0; k < kRun; k++) v[k] = before != nullptr && i + k < width ? at[i + k] : 0.0f;
+  }
+  __device__ void store(int i, int width, const float (&old)[kRun], const float (&v)[kRun]) const {
+    if (at == nullptr) return;
+    if (before != nullptr) store8(before + i, old);
+#pragma unroll
+    for (int k = 0; k < kRun; k++)
+      if (i + k < width) at[i + k] = v[k];
+  }
+};
+
 // Rows are padded to 16 elements, so whole runs may be read; what lies behind the width stays zero.
-template <int kPasses, bool kParted>
+template <int kPasses, bool kParted, bool kKeeps>
 __device__ __forceinline__ void norm_row(const NormArgs &a) {
   static_assert(!kParted || kPasses == 1, "a row at once");
   allow_next();
@@ -43,6 +67,8 @@ __device__ __forceinline__ void norm_row(const NormArgs &a) {
   constexpr bool kEarly = kPasses == 1;
   float gain[kRun];
   if (kEarly && a.gain != nullptr && first * kRun < a.width) load8(a.gain + first * kRun, gain);
+  float old[kRun];
+  if (kEarly && kKeeps) Hidden(a, column).load(first * kRun, a.width, old);
   wait_before();
   const int64_t at = static_cast<int64_t>(column) * a.stride;
   float x[kPasses][kRun];
@@ -91,6 +117,11 @@ __device__ __forceinline__ void norm_row(const NormArgs &a) {
     }
     if (a.out != nullptr) store8(a.out + static_cast<int64_t>(column) * a.out_stride + i, v);
     if (a.split.data != nullptr && !a.split.direct) split_store8(a.split, column, i, v);
+    if (kKeeps) {
+      const Hidden hidden(a, column);
+      if (!kEarly) hidden.load(i, a.width, old);
+      hidden.store(i, a.width, old, v);
+    }
   }
   if (kParted || !a.split.direct) return;
   const Panel8 to = panel8_of(a.split);
@@ -104,29 +135,38 @@ __device__ __forceinline__ void norm_row(const NormArgs &a) {
   if (threadIdx.x == 0) to.inverse[column] = __int_as_float((127 - exponent) << 23);
 }
 
-template <int kPasses>
+template <int kPasses, bool kKeeps>
 __global__ void __launch_bounds__(1024) norm_kernel(const __grid_constant__ NormArgs a) {
-  norm_row<kPasses, false>(a);
+  norm_row<kPasses, false, kKeeps>(a);
 }
 constexpr int kPartThreads = 256;
+template <bool kKeeps>
 __global__ void __cluster_dims__(kParts) __launch_bounds__(kPartThreads)
     norm_parts_kernel(const __grid_constant__ NormArgs a) {
-  norm_row<1, true>(a);
+  norm_row<1, true, kKeeps>(a);
 }
 constexpr int kOneBlock = 1024;  // elements that one block has as soon
 
-}  // namespace
-
-void add_norm(Device *device, const NormArgs &a, int columns) {
+template <bool kKeeps>
+void launch(Device *device, const NormArgs &a, int columns) {
   const int threads = divide_up(a.width, kRun) > 1024 ? 1024 : padded32(divide_up(a.width, kRun));
   const int part = padded32(divide_up(divide_up(a.width, kRun), kParts));
   if (a.width > kOneBlock && part <= kPartThreads && !a.split.direct &&
       2 * columns * kParts <= device->room.processors)
-    KSL_CHAIN(device, "norm", norm_parts_kernel, columns * kParts, part, a);
+    KSL_CHAIN(device, "norm", norm_parts_kernel<kKeeps>, columns * kParts, part, a);
   else if (a.width <= threads * kRun)
-    KSL_CHAIN(device, "norm", norm_kernel<1>, columns, threads, a);
+    KSL_CHAIN(device, "norm", (norm_kernel<1, kKeeps>), columns, threads, a);
   else
-    KSL_CHAIN(device, "norm", norm_kernel<2>, columns, threads, a);
+    KSL_CHAIN(device, "norm", (norm_kernel<2, kKeeps>), columns, threads, a);
+}
+
+}  // namespace
+
+void add_norm(Device *device, const NormArgs &a, int columns) {
+  if (a.keep.rows != nullptr)
+    launch<true>(device, a, columns);
+  else
+    launch<false>(device, a, columns);
 }
 
 }  // namespace ksl
