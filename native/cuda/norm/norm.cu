@@ -11,19 +11,24 @@ namespace {
 
 constexpr int kParts = 4;
 
+// Before parts_sum: `came` is where the sums arrive.
+__device__ inline void begin_parts(unsigned came) {
+  if (threadIdx.x == 0) {
+    bulk_barrier(came, 1);
+    bulk_barriers_made();
+    bulk_expect(came, kParts * (blockDim.x >> 5) * sizeof(float));
+  }
+  cluster_arrive();
+}
 // block_sum over the blocks of a cluster, which have begun before their warps give each other sums.
-__device__ inline float parts_sum(float v, int part, float *scratch) {
+// Nobody waits for what has been stored before, as for a barrier of the cluster.
+__device__ inline float parts_sum(float v, int part, float *scratch, unsigned came) {
   const int warps = blockDim.x >> 5, lane = threadIdx.x & 31;
   v = warp_sum(v);
   cluster_began();
   if (lane < kParts)
-    asm volatile(
-        "{.reg .b32 r;\n mapa.shared::cluster.u32 r, %0, %1;\n"
-        "st.shared::cluster.f32 [r], %2;}" ::"r"(
-            shared_at(scratch + part * warps + (threadIdx.x >> 5))),
-        "r"(lane), "f"(v)
-        : "memory");
-  cluster_meet();
+    cluster_give(shared_at(scratch + part * warps + (threadIdx.x >> 5)), v, came, lane);
+  bulk_wait(came, 0);
   float sum = 0;
   for (int i = 0; i < kParts * warps; i++) sum += scratch[i];
   return sum;
@@ -53,13 +58,37 @@ struct Hidden {
   }
 };
 
+// The sum of the first slices, all of them on their way at one time; the number of the next.
+__device__ inline int add_first(const float *from, const Slices &slices, int64_t stride,
+                                float (&y)[kRun]) {
+  constexpr int kAhead = 4;
+  float more[kAhead - 1][kRun];
+  load8(from, y);
+#pragma unroll
+  for (int k = 1; k < kAhead; k++)
+    if (k < slices.n) load8(from + k * stride, more[k - 1]);
+  const auto add = [](float (&to)[kRun], const float (&v)[kRun]) {
+#pragma unroll
+    for (int k = 0; k < kRun; k++) to[k] += v[k];
+  };
+  if (slices.n > 3 && slices.pairs) add(more[1], more[2]);
+  if (slices.n > 1) add(y, more[0]);
+  if (slices.n > 2) add(y, more[1]);
+  if (slices.n > 3 && !slices.pairs) add(y, more[2]);
+  return kAhead;
+}
+
 // Rows are padded to 16 elements, so whole runs may be read; what lies behind the width stays zero.
 template <int kPasses, bool kParted, bool kKeeps>
 __device__ __forceinline__ void norm_row(const NormArgs &a) {
   static_assert(!kParted || kPasses == 1, "a row at once");
   allow_next();
   __shared__ float scratch[32];
-  if (kParted) cluster_arrive();
+  __shared__ uint64_t came;
+  if (kParted) {
+    begin_parts(shared_at(&came));
+    __syncthreads();
+  }
   const int column = kParted ? blockIdx.x / kParts : blockIdx.x;
   const int part = kParted ? blockIdx.x % kParts : 0;
   const int first = part * blockDim.x + threadIdx.x;
@@ -81,11 +110,16 @@ __device__ __forceinline__ void norm_row(const NormArgs &a) {
     if (a.add != nullptr) {
       float y[kRun];
       const float *from = a.add + at + i;
-      load8(from, y);
-      if (a.slices.pairs) add8(from + a.slice_stride, y);
+      int next = 1 + a.slices.pairs;
+      if constexpr (kParted) {
+        next = add_first(from, a.slices, a.slice_stride, y);
+      } else {
+        load8(from, y);
+        if (a.slices.pairs) add8(from + a.slice_stride, y);
+      }
       // Wide rows have no registers for loads of more slices.
-#pragma unroll kPasses == 1 ? 4 : 1
-      for (int slice = 1 + a.slices.pairs; slice < a.slices.n; slice++) {
+#pragma unroll kPasses == 1 && !kParted ? 4 : 1
+      for (int slice = next; slice < a.slices.n; slice++) {
         float more[kRun];
         load8(from + slice * a.slice_stride, more);
         if (a.slices.pairs) add8(from + ++slice * a.slice_stride, more);
@@ -99,7 +133,8 @@ __device__ __forceinline__ void norm_row(const NormArgs &a) {
     }
     square = add_squares(x[pass], i, a.width, square);
   }
-  square = kParted ? parts_sum(square, part, scratch) : block_sum(square, scratch);
+  square =
+      kParted ? parts_sum(square, part, scratch, shared_at(&came)) : block_sum(square, scratch);
   if (a.gain == nullptr) return;
   const float r = norm_factor(square, a.width, a.eps);
   const bool zero = a.zero_at != nullptr && a.zero_at[column] == 0;
