@@ -356,6 +356,13 @@ KvLayer kv_layer(Backend *b, int layer) {
   return kv;
 }
 
+// Where the heads of a batch leave sums of fragments; null: floats, which all can read.
+float *fragment_sums(const Backend *b) {
+  const bool made = b->attn_tiles && !b->taps && !(b->trunk && b->n_tiles > 0) &&
+                    attn_heads_fragments(b->kv.head_dim, b->spec->rotary_dims / 2);
+  return made ? b->pregate : nullptr;
+}
+
 HeadsArgs heads_args(Backend *b, int layer) {
   const ModelSpec *s = b->spec;
   const FullWeights &w = b->layers[layer].full;
@@ -370,6 +377,7 @@ HeadsArgs heads_args(Backend *b, int layer) {
   a.kv_stride = b->kv_stride;
   a.q = b->taps || b->stored_q == b->q ? b->q : nullptr;
   a.stored_q = b->stored_q;
+  a.q_sums = fragment_sums(b);
   a.q_stride = b->query_stride;
   a.q_norm = w.q_norm;
   a.k_norm = w.k_norm;
@@ -401,6 +409,7 @@ void stage_attn_core(void *context, int layer) {
                          split_for(out, b->query_split)};
   if (b->attn_tiles) {
     TileArgs a = {};
+    a.q_sums = fragment_sums(b);
     a.columns = b->batch;
     a.kv = kv;
     a.format = b->config->kv_format;
@@ -408,6 +417,7 @@ void stage_attn_core(void *context, int layer) {
     a.q_stride = b->query_stride;
     a.heads = s->heads;
     a.rows = b->trunk && b->multi ? b->d_rows : nullptr;
+    a.n_rows = b->shape_rows;
     a.list = short_columns(b, &a.n);
     a.partial = b->attn_partial;
     const HeadsArgs heads = heads_args(b, layer);

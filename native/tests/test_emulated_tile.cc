@@ -35,6 +35,7 @@ struct Launch {
     a.format = format;
     a.heads = kHeads;
     a.rows = of.rows.empty() ? nullptr : of.rows.data();
+    a.n_rows = static_cast<int>(of.rows.size());
     a.n = n;
     a.partial = partial.data();
     gate.query_gate = gates.data();

@@ -32,6 +32,9 @@ struct HeadsArgs {
   // Queries, and queries as the stored keys want them: rotated for q4, where q may be null, not
   // wanted.
   float *q, *stored_q;
+  // Null, or the latter are fragments, see head_rows.cuh, and q4 has [n][heads][8] sums of them
+  // here.
+  float *q_sums;
   int q_stride;
   const float *q_norm, *k_norm, *cos, *sin;
   int heads, half;
@@ -39,6 +42,8 @@ struct HeadsArgs {
   bool kv_only, keep_k;
 };
 void attn_heads(Device *device, const HeadsArgs &a);
+// Whether it makes fragments.
+bool attn_heads_fragments(int head_dim, int half);
 
 struct CoreArgs {
   Columns columns;
@@ -79,14 +84,17 @@ struct TileArgs {
   KvLayer kv;
   int format;
   const float *q;
+  const float *q_sums;  // see HeadsArgs
   int q_stride, heads;
   const RowInfo *rows;  // null: every column is a row
   const int32_t *list;  // the columns that it is for, whole rows; null: all
   int n;
+  int n_rows;      // of `rows`
   float *partial;  // [columns][heads][units][d]
   // attn_tile sets these
   float2 *partial_sums;           // [columns][heads][units]: greatest score, sum
   int units, unit_chunks, first;  // chunks of a unit: kTileSpan or 1
+  bool by_tile;                   // the grid has a place for every tile of a row, not column
 };
 // Whether it is there for such heads on this device.
 bool attn_tile_runs(Device *device, int format, int head_dim);

@@ -1,6 +1,8 @@
 // What a warp does to a head of a column: norm and rotary of queries and keys, and rows of keys and
 // values as they are stored. A lane has kPer dims, one behind the other.
 #pragma once
+#include <cuda_bf16.h>
+
 #include "attn.cuh"
 
 namespace ksl {
@@ -108,6 +110,55 @@ __device__ inline void save_q4(const float (&x)[kPer], uint8_t *codes, __half2 *
   }
   if (lane % (32 / kPer) == 0)
     scales[lane / (32 / kPer)] = __halves2half2(group.scale, __float2half_rn(group.zero));
+}
+
+// The high parts of two values and what they leave over.
+template <bool kBf16>
+__device__ inline void halves(float x, float y, uint32_t *high, uint32_t *low) {
+  if (kBf16) {
+    const __nv_bfloat162 h = __floats2bfloat162_rn(x, y);
+    const __nv_bfloat162 l = __floats2bfloat162_rn(x - __low2float(h), y - __high2float(h));
+    *high = reinterpret_cast<const uint32_t &>(h);
+    *low = reinterpret_cast<const uint32_t &>(l);
+  } else {
+    const __half2 h = __floats2half2_rn(x, y);
+    const __half2 l = __floats2half2_rn(x - __low2float(h), y - __high2float(h));
+    *high = reinterpret_cast<const uint32_t &>(h);
+    *low = reinterpret_cast<const uint32_t &>(l);
+  }
+}
+
+// Queries as the products of tile.cu take them, of heads of 256 dims: pieces of 16 bytes [16 steps]
+// [4], of which a lane makes two, in units that make a power of two the exponential. sums: null, or
+// [8] sums of 32 channels each.
+constexpr int kFragmentDim = 256;
+template <bool kQ4, bool kBf16>
+__device__ inline void save_fragments(const float (&x)[8], uint4 *row, int row_step, float *sums,
+                                      int sum_step, int lane) {
+  constexpr float kUnit = 1.4426950408889634f / 16;
+  static_assert(kFragmentDim == 16 * 16, "the root of it");
+  float u[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) u[i] = x[i] * kUnit;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    uint4 out;
+    if (kQ4) {
+      halves<kBf16>(u[2 * i], u[2 * i + 4], &out.x, &out.y);
+      halves<kBf16>(u[2 * i + 1], u[2 * i + 5], &out.z, &out.w);
+      row[(2 * (lane >> 2) + i) * row_step + (lane & 3)] = out;
+    } else {
+      halves<kBf16>(u[4 * i], u[4 * i + 1], &out.x, &out.y);
+      halves<kBf16>(u[4 * i + 2], u[4 * i + 3], &out.z, &out.w);
+      row[(lane >> 1) * row_step + 2 * (lane & 1) + i] = out;
+    }
+  }
+  if (!kQ4) return;
+  const float part[2] = {(u[0] + u[1]) + (u[2] + u[3]), (u[4] + u[5]) + (u[6] + u[7])};
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < 8; i++) sum += __shfl_sync(kAll, part[i & 1], (lane & 28) + i / 2);
+  if ((lane & 3) == 0) sums[(lane >> 2) * sum_step] = sum;
 }
 
 // The rotary factors of a lane's dims of a head; dims that do not turn have none.

@@ -29,7 +29,22 @@ __global__ void __launch_bounds__(kWarps * 32)
   load((key ? a.k_norm : a.q_norm) + at, gains[0]);
   norm_and_turn(heads, gains, Turn<kPer>(a, column, lane), a.eps);
   if (!key) {
-    const int64_t to = static_cast<int64_t>(column) * a.q_stride + query * d + at;
+    const int64_t row = static_cast<int64_t>(column) * a.q_stride + query * d, to = row + at;
+    if constexpr (d == kFragmentDim) {
+      if (a.q_sums != nullptr) {
+        uint4 *const out = reinterpret_cast<uint4 *>(a.stored_q + row);
+        if (a.format == KSL_KV_Q4) {
+          rotate_lanes(heads, lane);
+          save_fragments<true, false>(
+              x, out, 4, a.q_sums + (static_cast<int64_t>(column) * a.heads + query) * 8, 1, lane);
+        } else if (a.format == KSL_KV_BF16) {
+          save_fragments<false, true>(x, out, 4, nullptr, 0, lane);
+        } else {
+          save_fragments<false, false>(x, out, 4, nullptr, 0, lane);
+        }
+        return;
+      }
+    }
     if (a.q != nullptr) save(a.q + to, x);
     if (a.format == KSL_KV_Q4) {
       rotate_lanes(heads, lane);
@@ -149,6 +164,10 @@ __global__ void heads_kernel(const __grid_constant__ HeadsArgs a) {
 }
 
 }  // namespace
+
+bool attn_heads_fragments(int head_dim, int half) {
+  return head_dim == kFragmentDim && half % (kFragmentDim / 32) == 0;
+}
 
 void attn_heads(Device *device, const HeadsArgs &a) {
   const int heads = a.kv.kv_heads + (a.kv_only ? 0 : a.heads), d = a.kv.head_dim, per = d / 32;

@@ -16,6 +16,7 @@ constexpr float kProbability = 4096;  // probabilities are halves of [0, kProbab
 // columns and drafts.
 constexpr int kRecent = 64;
 static_assert(kRecent > 2 * KSL_MAX_DRAFT + 1, "settled keys");
+constexpr int kByTile = 64;  // columns in which a block looks for its tile
 
 // What a block works on: pairs (column, query head) from `pair` on of the columns of a row.
 struct Work {
@@ -23,10 +24,28 @@ struct Work {
   int column, columns, pair, pairs, slot;
 };
 
+// The column that tile number `tile` of the rows begins with, -1: there are fewer.
+__device__ inline int tile_column(const TileArgs &a, int tile, int per_tile) {
+  const int lane = threadIdx.x & 31;
+  for (int first = 0; first < a.n; first += 32) {
+    const int c = first + lane, row = c < a.n ? a.columns.row[c] : -1;
+    unsigned begin = __ballot_sync(kAll, row >= 0 && (c - a.rows[row].column) % per_tile == 0);
+    const int here = __popc(begin);
+    if (tile < here) {
+      for (; tile > 0; tile--) begin &= begin - 1;
+      return first + __ffs(begin) - 1;
+    }
+    tile -= here;
+  }
+  return -1;
+}
+
 template <int kTiles>
 __device__ inline bool find_work(const TileArgs &a, int group, Work *w) {
   const int parts = (group + 8 * kTiles - 1) / (8 * kTiles);
-  const int index = blockIdx.z / parts, part = blockIdx.z % parts;
+  const int part = blockIdx.z % parts;
+  const int index = a.by_tile ? tile_column(a, blockIdx.z, 8 * kTiles / group) : blockIdx.z / parts;
+  if (index < 0) return false;
   const int c = a.list != nullptr ? a.list[a.first + index] : a.first + index;
   w->index = index;
   w->column = c;
@@ -37,7 +56,7 @@ __device__ inline bool find_work(const TileArgs &a, int group, Work *w) {
     const RowInfo &row = a.rows[a.columns.row[c]];
     // The block of a tile's first column has it whole, as far as it lies in this launch.
     const int per_tile = parts > 1 ? 1 : 8 * kTiles / group, offset = c - row.column;
-    const int in_tile = offset % per_tile, launched = gridDim.z / parts;
+    const int in_tile = offset % per_tile, launched = a.by_tile ? a.n : gridDim.z / parts;
     if (in_tile && index) return false;
     w->columns = min(min(per_tile - in_tile, row.n - offset), launched - index);
   }
@@ -104,7 +123,12 @@ __device__ __forceinline__ void make_heads(const HeadsArgs &h, const Work &w, in
   uint8_t *const made = memory + L::kNew;
   const auto put = [&](int job, const float (&x)[kPer]) {
     const bool query = job < w.pairs, key = job == w.pairs;
-    if (query) {
+    if (query && L::kMakesFragments) {
+      if constexpr (L::kMakesFragments)
+        save_fragments<L::kQ4, L::kBf16>(x, reinterpret_cast<uint4 *>(memory + L::kQuery) + job * 4,
+                                         32, reinterpret_cast<float *>(memory + L::kSums) + job, 8,
+                                         lane);
+    } else if (query) {
       save(reinterpret_cast<float *>(memory + L::kQuery) + job * L::kPitch + at, x);
     } else if (L::kBf16) {
       uint16_t *const to = reinterpret_cast<uint16_t *>(key ? made : made + L::kNewV) + at;
@@ -307,51 +331,15 @@ __device__ __forceinline__ void reduce_units(const TileArgs &a, const Work &w, i
   }
 }
 
-// heads: made from them, or null.
+// Queries in float32 as fragments, in units that make a power of two the exponential.
 template <int kFormat, int kDim, int kTiles, bool kMakes>
-__device__ __forceinline__ void tile(const TileArgs &a, const HeadsArgs *heads) {
+__device__ __forceinline__ void float_queries(const TileArgs &a, const Work &w, int slots,
+                                              uint8_t *memory) {
   typedef Layout<kFormat, kDim, kTiles> L;
   constexpr int kSteps = kDim / 16;
-  extern __shared__ __align__(16) uint8_t memory[];
-  allow_next();
   const int head = blockIdx.y, group = a.heads / a.kv.kv_heads;
-  Work w;
-  if (!find_work<kTiles>(a, group, &w)) return;
-  const int last = a.columns.position[w.column] + (w.pair + w.pairs - 1) / group;
-  const int keys = last + 1, chunks = (keys + kKeys - 1) / kKeys;
-  // Blocks have equal shares of the units that these columns have.
-  const int units = (chunks + a.unit_chunks - 1) / a.unit_chunks, blocks = gridDim.x;
-  const int together = (units + blocks - 1) / blocks * a.unit_chunks;
-  const int begin = blockIdx.x * together, end = min(chunks, begin + together);
-  if (begin >= end) return;
-  Own own = {-1, last % kKeys, {}, w.pair == 0};
-  if (kMakes && end == chunks) {
-    own.chunk = end - 1;
-    own.place = kv_place(a.kv, w.slot, last, head);
-  }
-  if (last < a.kv.first_key) {
-    if (own.chunk < 0) return;
-    wait_before();
-    clear_own(a.kv, own.place);
-    return;
-  }
-
-  Loader<kFormat, kDim, kTiles> loader(a.kv, w.slot, head, kMakes ? last : keys, begin);
-  // Keys of earlier waves can be asked for while the kernels before this one still run.
-  const int before = a.rows != nullptr ? a.rows[a.columns.row[w.column]].start
-                                       : a.columns.position[w.column] - kRecent;
-  const bool early = kMakes || (begin + 1) * kKeys <= before;
-  if (early) loader.load(memory + L::kFirst);
-  if constexpr (kMakes)
-    make_heads<kFormat, kDim>(*heads, w, group, own, memory);
-  else
-    wait_before();
-  if (!early) loader.load(memory + L::kFirst);
-  copy_commit();
   if (kMakes) __syncthreads();
 
-  // Queries as fragments, in units that make a power of two the exponential.
-  const int used = (w.pairs + 7) / 8;
   const float unit = 1.4426950408889634f / sqrtf(static_cast<float>(kDim));
   const auto query_at = [&](int pair) -> const float * {
     if (kMakes) return reinterpret_cast<const float *>(memory + L::kQuery) + pair * L::kPitch;
@@ -359,7 +347,6 @@ __device__ __forceinline__ void tile(const TileArgs &a, const HeadsArgs *heads) 
     return a.q + static_cast<int64_t>(w.column + p / group) * a.q_stride +
            (head * group + p % group) * kDim;
   };
-  const int slots = kTiles == 1 ? 1 : (used == 1 ? 1 : kTiles);
   constexpr int kMine = kSteps * 32 / kThreads;  // fragments of a thread; all loads come first
   static_assert(kSteps * 32 % kThreads == 0, "whole rounds");
   const int l = threadIdx.x & 31;
@@ -409,6 +396,85 @@ __device__ __forceinline__ void tile(const TileArgs &a, const HeadsArgs *heads) 
           memory + L::kQuery)[(m * kSteps + (threadIdx.x >> 5) + i * kWarps) * 32 + l] = out;
     }
   }
+}
+
+// Fragments of queries as heads.cu leaves them: zeros of those that are not there.
+template <int kFormat, int kDim, int kTiles>
+__device__ __forceinline__ void copy_queries(const TileArgs &a, const Work &w, int slots,
+                                             uint8_t *memory) {
+  typedef Layout<kFormat, kDim, kTiles> L;
+  constexpr int kPieces = kDim / 4, kSteps = kDim / 16;
+  const int head = blockIdx.y, group = a.heads / a.kv.kv_heads;
+  const auto column_of = [&](int pair) { return w.column + (w.pair + pair) / group; };
+  const auto query_of = [&](int pair) { return head * group + (w.pair + pair) % group; };
+  for (int i = threadIdx.x; i < slots * 8 * kPieces; i += kThreads) {
+    const int pair = i / kPieces, piece = i % kPieces;
+    const bool there = pair < w.pairs;
+    const int of = there ? pair : 0;
+    copy_async<16>(
+        memory + L::kQuery +
+            (((pair >> 3) * kSteps + (piece >> 2)) * 32 + (pair & 7) * 4 + (piece & 3)) * 16,
+        a.q + static_cast<int64_t>(column_of(of)) * a.q_stride + query_of(of) * kDim + piece * 4,
+        there);
+  }
+  for (int i = threadIdx.x; L::kQ4 && i < slots * 8 * 8; i += kThreads) {
+    const int pair = i >> 3, channels = i & 7;
+    const bool there = pair < w.pairs;
+    const int of = there ? pair : 0;
+    copy_async<4>(
+        memory + L::kSums + (((pair >> 3) * 8 + channels) * 8 + (pair & 7)) * 4,
+        a.q_sums + (static_cast<int64_t>(column_of(of)) * a.heads + query_of(of)) * 8 + channels,
+        there);
+  }
+}
+
+// heads: made from them, or null.
+template <int kFormat, int kDim, int kTiles, bool kMakes>
+__device__ __forceinline__ void tile(const TileArgs &a, const HeadsArgs *heads) {
+  typedef Layout<kFormat, kDim, kTiles> L;
+  extern __shared__ __align__(16) uint8_t memory[];
+  allow_next();
+  const int head = blockIdx.y, group = a.heads / a.kv.kv_heads;
+  Work w;
+  if (!find_work<kTiles>(a, group, &w)) return;
+  const int last = a.columns.position[w.column] + (w.pair + w.pairs - 1) / group;
+  const int keys = last + 1, chunks = (keys + kKeys - 1) / kKeys;
+  // Blocks have equal shares of the units that these columns have.
+  const int units = (chunks + a.unit_chunks - 1) / a.unit_chunks, blocks = gridDim.x;
+  const int together = (units + blocks - 1) / blocks * a.unit_chunks;
+  const int begin = blockIdx.x * together, end = min(chunks, begin + together);
+  if (begin >= end) return;
+  Own own = {-1, last % kKeys, {}, w.pair == 0};
+  if (kMakes && end == chunks) {
+    own.chunk = end - 1;
+    own.place = kv_place(a.kv, w.slot, last, head);
+  }
+  if (last < a.kv.first_key) {
+    if (own.chunk < 0) return;
+    wait_before();
+    clear_own(a.kv, own.place);
+    return;
+  }
+
+  Loader<kFormat, kDim, kTiles> loader(a.kv, w.slot, head, kMakes ? last : keys, begin);
+  // Keys of earlier waves can be asked for while the kernels before this one still run.
+  const int before = a.rows != nullptr ? a.rows[a.columns.row[w.column]].start
+                                       : a.columns.position[w.column] - kRecent;
+  const bool early = kMakes || (begin + 1) * kKeys <= before;
+  if (early) loader.load(memory + L::kFirst);
+  if constexpr (kMakes)
+    make_heads<kFormat, kDim>(*heads, w, group, own, memory);
+  else
+    wait_before();
+  if (!early) loader.load(memory + L::kFirst);
+  const int used = (w.pairs + 7) / 8;
+  const int slots = kTiles == 1 ? 1 : (used == 1 ? 1 : kTiles);
+  if constexpr (!kMakes && kDim == kFragmentDim) {
+    if (a.q_sums != nullptr) copy_queries<kFormat, kDim, kTiles>(a, w, slots, memory);
+  }
+  copy_commit();
+  if (!(kMakes ? L::kMakesFragments : kDim == kFragmentDim && a.q_sums != nullptr))
+    float_queries<kFormat, kDim, kTiles, kMakes>(a, w, slots, memory);
   if (kTiles == 1 || used == 1)
     reduce_units<kFormat, kDim, kTiles, 1>(a, w, begin, end, loader, kMakes ? &own : nullptr,
                                            memory);
@@ -460,17 +526,25 @@ bool run(Device *device, const TileArgs &a, const HeadsArgs *heads, int columns,
   const int per_tile = a.rows != nullptr && parts == 1 ? 8 * kTiles / group : 1;
   const int others = a.kv.kv_heads * divide_up(columns, per_tile) * parts;
   const int blocks = together < 2 * others ? 1 : together / others;
+  TileArgs t = a;
+  int places = columns * parts;
+  t.by_tile = a.rows != nullptr && a.list == nullptr && parts == 1 && columns == a.columns.n &&
+              columns <= kByTile;
+  if (t.by_tile) {
+    const int most = (columns + (per_tile - 1) * a.n_rows) / per_tile;
+    if (most < places) places = most;
+  }
   typedef Layout<kFormat, kDim, kTiles> L;
   // One chunk of keys each takes one stage, which fits beside a product.
   const bool one = a.unit_chunks == 1 && blocks >= a.units;
   const int bytes = L::kFirst + (one ? 1 : kStages) * L::kStage;
-  const dim3 grid(blocks < a.units ? blocks : a.units, a.kv.kv_heads, columns * parts);
+  const dim3 grid(blocks < a.units ? blocks : a.units, a.kv.kv_heads, places);
   if (heads != nullptr)
     launch_chained(device, "attn_tile", tile_heads_kernel<kFormat, kDim>, grid, kThreads, bytes, a,
                    *heads);
   else
     launch_chained(device, "attn_tile", tile_kernel<kFormat, kDim, kTiles>, grid, kThreads, bytes,
-                   a);
+                   t);
   return true;
 }
 

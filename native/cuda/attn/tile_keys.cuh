@@ -38,6 +38,7 @@ struct Layout {
   static constexpr int kNewV = kKBytes + (kBf16 ? 0 : kKScale);
   static constexpr int kNewBytes = kNewV + kVBytes + (kBf16 ? 0 : 4);
   static constexpr int kPitch = kDim + 4;
+  static constexpr bool kMakesFragments = kDim == 256;  // at once
   static constexpr int kFirst = kNew + (kTiles == 1 ? (kNewBytes + 15) / 16 * 16 : 0);
   static constexpr int kAll = kFirst + kStages * kStage;
   static_assert(kStage % 16 == 0 && kV % 16 == 0 && kNew % 16 == 0, "16-byte copies");

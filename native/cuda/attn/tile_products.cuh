@@ -1,7 +1,6 @@
 // Products of tile.cu: scores of keys as they are stored, and stored values as fragments.
 #pragma once
-#include <cuda_bf16.h>
-
+#include "head_rows.cuh"
 #include "tile_keys.cuh"
 
 namespace ksl {
@@ -17,22 +16,6 @@ __device__ inline int dim_of(int s, int pair, int t) {
 }
 template <int kFormat>
 constexpr int kPairStep = kFormat == KSL_KV_Q4 ? 4 : 1;
-
-// The high parts of two values and what they leave over.
-template <bool kBf16>
-__device__ inline void halves(float x, float y, uint32_t *high, uint32_t *low) {
-  if (kBf16) {
-    const __nv_bfloat162 h = __floats2bfloat162_rn(x, y);
-    const __nv_bfloat162 l = __floats2bfloat162_rn(x - __low2float(h), y - __high2float(h));
-    *high = reinterpret_cast<const uint32_t &>(h);
-    *low = reinterpret_cast<const uint32_t &>(l);
-  } else {
-    const __half2 h = __floats2half2_rn(x, y);
-    const __half2 l = __floats2half2_rn(x - __low2float(h), y - __high2float(h));
-    *high = reinterpret_cast<const uint32_t &>(h);
-    *low = reinterpret_cast<const uint32_t &>(l);
-  }
-}
 
 // Scores of this warp's 16 keys: of row g and keys 2 t, 2 t + 1 of the first and the second eight.
 template <int kFormat, int kDim, int kTiles, int kUsed>

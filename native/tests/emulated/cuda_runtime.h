@@ -86,6 +86,9 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   }
   return out;
 }
+inline int __ffs(unsigned v) {
+  return __builtin_ffs(static_cast<int>(v));
+}
 inline int __popc(unsigned v) {
   return __builtin_popcount(v);
 }
