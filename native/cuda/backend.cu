@@ -514,6 +514,7 @@ int run_columns(Backend *b) {
   upload(b, b->d_runs, b->runs, b->n_runs * sizeof(ChunkRun));
   if (!b->shaped) upload_columns(b, b->batch.n);
   upload_head(b);
+  expect_samples(b);
   const int code = launch(b);
   if (code) return code;
   finish_head(b);
@@ -543,6 +544,7 @@ int cuda_run(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
   }
   fetch_images(b, wave);
   for (int i = 0; i < wave->n_before; i++) run_op(b, &wave->before[i], i);
+  b->ends_sampled = false;
   int code = plan_rows(b, wave, done, error);
   if (code) return code;
   if (b->batch.n > 0) code = run_columns(b);
@@ -554,7 +556,7 @@ int cuda_run(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
   }
   for (int i = 0; i < wave->n_after && !code; i++) run_op(b, &wave->after[i], wave->n_before + i);
   // Images and taps are the caller's when the wave ends.
-  synchronize(b, "running a wave");
+  if (!b->ends_sampled) synchronize(b, "running a wave");
   mover_finish(&b->mover, &b->device);
   b->wave = nullptr;
   if (b->device.error != cudaSuccess)

@@ -153,6 +153,35 @@ void run_head(Backend *b) {
   }
 }
 
+namespace {
+
+// What no kernel writes as a sample.
+constexpr int32_t kNotSampled = INT32_MIN;
+
+// Waits for the samples of a wave that ends with them. They are in the host's memory before the
+// device tells that all is done, which is asked for now and then, since it may have failed.
+bool await_samples(Backend *b) {
+  constexpr int kAsk = 1 << 14;
+  const volatile int32_t *ids = b->ids;
+  for (int i = 0, looks = 1; i < b->head_jobs; looks++) {
+    if (ids[i] != kNotSampled) {
+      i++;
+    } else if (looks % kAsk == 0 && cudaStreamQuery(b->device.stream) != cudaErrorNotReady) {
+      return synchronize(b, "running a wave");
+    } else {
+      thread_relax();
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+void expect_samples(Backend *b) {
+  b->ends_sampled = b->plain && b->shaped && b->n_jobs > 0;
+  for (int i = 0; i < b->head_jobs && b->ends_sampled; i++) b->ids[i] = kNotSampled;
+}
+
 // Waits for the samples and applies them.
 void finish_head(Backend *b) {
   if (b->n_jobs == 0) return;
@@ -163,7 +192,7 @@ void finish_head(Backend *b) {
                  "copying samples");
   };
   fetch(b->entries, b->d_entries, b->logprob_entries * sizeof(ksl_logprob));
-  if (!synchronize(b, "running a wave")) return;
+  if (b->ends_sampled ? !await_samples(b) : !synchronize(b, "running a wave")) return;
   int logprob = 0;
   for (int i = 0; i < b->n_jobs; i++) {
     RowPlan *row = &b->rows[b->jobs[i].row];

@@ -200,7 +200,8 @@ struct Backend {
   // The wave is rows of one column, and does nothing else to state that is not their own: the last
   // norm keeps hidden states, and MTP keys wait.
   bool plain;
-  bool shaped;  // the wave is decode and VERIFY rows, filled up to one of few shapes
+  bool ends_sampled;  // nothing comes behind its samples
+  bool shaped;        // the wave is decode and VERIFY rows, filled up to one of few shapes
   bool taps;
   int most_position;
   int column_capacity;
@@ -287,6 +288,8 @@ void run_shaped(Backend *b, GraphShape shape, void (*work)(Backend *));
 // Lists the columns of the head; uploads what it needs; run_head only launches.
 void plan_head(Backend *b);
 void upload_head(Backend *b);
+// Before the launches of a wave whose columns are planned: whether it ends with its samples.
+void expect_samples(Backend *b);
 Split head_split_of(const Backend *b, int n);  // for n columns
 void run_head(Backend *b);
 // Logits of all columns of `from`, a tap.
