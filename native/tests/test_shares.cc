@@ -2,6 +2,7 @@
 // models on an H200 and on an RTX 5090.
 #include <stdio.h>
 
+#include <algorithm>
 #include <initializer_list>
 
 #include "../cuda/gemm/shares.cuh"
@@ -33,6 +34,14 @@ void check(bool right, const char *what, const Matrix &m, const Room &room) {
   fprintf(stderr, "%d x %d on %d processors: %s\n", m.rows, m.cols, room.processors, what);
 }
 
+// Of the four schedulers, that take warps in turn.
+int most_tiles(const Shares &s, int pairs) {
+  int tiles[4] = {};
+  for (int row = 0; row < s.set_tiles - pairs; row++)
+    for (int way = 0; way < s.ways; way++) tiles[(row * s.ways + way) % 4] += row < pairs ? 2 : 1;
+  return *std::max_element(tiles, tiles + 4);
+}
+
 void go_through(const Room &room, int most_warps, bool *any_joined) {
   const int64_t most = ksl::stream_most(room);
   for (const Matrix &m : kMatrices) {
@@ -43,6 +52,13 @@ void go_through(const Room &room, int most_warps, bool *any_joined) {
       check(s.slices >= 1 && s.slices <= (m.summed ? ksl::kMaxSlices : 1), "slices", m, room);
       check(s.ways >= 1 && s.ways <= ksl::kMaxStreamWays, "ways", m, room);
       check(s.set_tiles >= 1 && s.set_tiles * s.ways <= most_warps, "warps of a block", m, room);
+      for (const bool few : {false, true}) {
+        const int pairs = ksl::stream_pairs(s, few);
+        check(pairs >= 0 && 2 * pairs <= s.set_tiles, "pairs of tiles", m, room);
+        check(
+            few ? pairs == s.set_tiles / 2 : most_tiles(s, pairs) <= most_tiles(s, s.set_tiles / 2),
+            "tiles of a scheduler", m, room);
+      }
       // Every form of stream_many, with two stages: one is fetched while one is used.
       for (int tiles_of = 1; tiles_of <= 2; tiles_of++)
         for (int groups = 1; groups <= 4; groups *= 2)

@@ -64,6 +64,28 @@ constexpr int64_t stream_many_bytes(const Shares &s, int weights, int stages, in
                                              (s.ways - 1) * tiles * groups * 512;
 }
 
+// How many rows of warps of stream_many have two tiles, where the others have one: as many as leave
+// none of a processor's schedulers, which take warps in turn, with more tiles than need be. few:
+// registers allow no more rows than there must be.
+inline int stream_pairs(const Shares &s, bool few) {
+  constexpr int kSchedulers = 4, kMost = 12;
+  int best = s.set_tiles / 2, least = 1 << 30;
+  for (int pairs = best; pairs >= 0; pairs--) {
+    const int warps = (s.set_tiles - pairs) * s.ways;
+    if (least < 1 << 30 && (few || warps > kMost)) break;
+    int tiles[kSchedulers] = {}, most = 0;
+    for (int i = 0; i < warps; i++) {
+      int &own = tiles[i % kSchedulers];
+      own += i / s.ways < pairs ? 2 : 1;
+      if (own > most) most = own;
+    }
+    if (most >= least) continue;
+    least = most;
+    best = pairs;
+  }
+  return best;
+}
+
 // Bytes of stream_quads, whose tiles fill up fours of warps: so many stages of weights, and of
 // activations, each of half a block's elements.
 constexpr int kQuad = 4, kHalfBytes = kSuperBytes / 2;

@@ -40,6 +40,7 @@ struct StreamArgs {
   int steps;                 // of the longest chain
   int stages, x_stages;      // of a ring; of one for activations, where they have their own
   int pitch;                 // of blocks of weights in a stage: line_pitch or their bytes
+  int pairs;                 // rows of warps of stream_many that have two tiles: the first
   int plain_warps;           // of a block
   int plain_half, plain_at;  // of a ring for plain rows, 0: there is none; where it lies
   int plain_bytes;           // of a plain row behind what it meets in shared memory; 0: it is not
@@ -608,8 +609,8 @@ __global__ void __maxnreg__(kBesideRegisters) stream_normed(const __grid_constan
 }
 
 // More tokens: the activations of blocks of weights lie beside them in a ring that one warp fills;
-// a stage has one block of every tile and way. The others have kTiles tiles each, or one of their
-// ways.
+// a stage has one block of every tile and way. The others, in rows of all ways, have kTiles tiles
+// each, or one.
 template <int kEncoding, int kTiles, int kGroups>
 __device__ inline void many(const StreamArgs &a) {
   constexpr int kBytes = Expand<kEncoding>::kBytes, kTokens = 8 * kGroups;
@@ -619,7 +620,7 @@ __device__ inline void many(const StreamArgs &a) {
   extern __shared__ __align__(128) uint8_t memory[];
   allow_next();
   const int lane = pinned_lane(), warp = threadIdx.x >> 5, stages = a.stages;
-  const int rows = (a.set_tiles + kTiles - 1) / kTiles, consumers = rows * a.ways;
+  const int consumers = (a.set_tiles - a.pairs) * a.ways;
   const int pitch = Lines<kBytes>::kMoved ? a.pitch : kBytes;
   const int weights = a.set_tiles * pitch, part = weights + kGroups * kSuperBytes;
   const int stage = part * a.ways;
@@ -704,28 +705,27 @@ __device__ inline void many(const StreamArgs &a) {
   }
   wait_before();
   const int way = warp % a.ways, row = warp / a.ways;
+  const bool two_tiles = kTiles == 2 && row < a.pairs;
+  const int slot = row + min(row, a.pairs);  // the first of the row's
   const Chain chain(a, share, way);
   const int n = chain.n;
-  // [rows][ways - 1][kTiles kGroups 4][32]: sums of the ways but the first
+  // By slots, [ways - 1][tiles kGroups 4][32] of a row: sums of the ways but the first
   float *others = reinterpret_cast<float *>(memory + stages * (stage + 16));
-  const uint8_t *const own = memory + way * part + row * kTiles * pitch;
+  const uint8_t *const own = memory + way * part + slot * pitch;
   const uint8_t *const x = memory + way * part + weights + lane * 16;
-  // A tile that the set lacks is what lies behind it, or, where that may be less, the one before.
-  constexpr bool kBehind = Lines<kBytes>::kPitch <= kGroups * kSuperBytes;
-  const int second = kBehind || row * kTiles + 1 < a.set_tiles ? pitch : 0;
   const unsigned last_full = barriers + stages * 16;
   unsigned full = barriers;
   int phase = 0, moved = 0;  // by stages
   for (int set = share.first; set < share.last; set += a.set_tiles) {
-    const bool works = set + row * kTiles < share.last;
-    const Lines<kBytes> lines(a, (set + row * kTiles) * a.supers + share.begin + chain.skip);
+    const bool works = set + slot < share.last;
+    const Lines<kBytes> lines(a, (set + slot) * a.supers + share.begin + chain.skip);
     float sum[kTiles][kGroups][4] = {};
     constexpr bool kLate =
         kTiles * kGroups >= (Expand<kEncoding>::kLate ? kScalesLateTwice : kScalesLate);
     float2 scales[kTiles];
 #pragma unroll
     for (int m = 0; m < kTiles && !kLate; m++)
-      scales[m] = row_scales(a, set + row * kTiles + m, share.last, lane);
+      scales[m] = row_scales(a, set + slot + m, share.last, lane);
 #pragma unroll 1
     for (int i = 0; i < steps; i++) {
       bulk_wait(full, phase);
@@ -733,14 +733,13 @@ __device__ inline void many(const StreamArgs &a) {
         const uint8_t *at[kTiles];
 #pragma unroll
         for (int m = 0; m < kTiles; m++)
-          at[m] = own + moved + m * second + lines.at(m * a.supers + i);
-        // The warp that has but one tile of a set is not to be the last.
-        if (kLong && kTiles == 2 && row * kTiles + 1 == a.set_tiles) {
+          at[m] = own + moved + m * pitch + lines.at(m * a.supers + i);
+        if (kTiles == 1 || two_tiles) {
+          consume<kEncoding, kTiles, kGroups, 512>(at, x + moved, lane, sum);
+        } else {
           const uint8_t *const one[1] = {at[0]};
           consume<kEncoding, 1, kGroups, 512>(one, x + moved, lane,
                                               reinterpret_cast<float (&)[1][kGroups][4]>(sum));
-        } else {
-          consume<kEncoding, kTiles, kGroups, 512>(at, x + moved, lane, sum);
         }
       }
       __syncwarp();
@@ -755,40 +754,44 @@ __device__ inline void many(const StreamArgs &a) {
     }
     const int own_lane = pinned_lane();  // so that nothing of this is computed before the loop
     if (a.ways > 1) {
-      constexpr int kSums = kTiles * kGroups * 4;
-      float *to = others + row * (a.ways - 1) * kSums * 32 + own_lane;
+      float *to = others + slot * (a.ways - 1) * kGroups * 128 + own_lane;
       if (way > 0) {
+        const int sums = (two_tiles ? 2 : 1) * kGroups * 4;
 #pragma unroll
-        for (int i = 0; i < kSums; i++)
-          to[((way - 1) * kSums + i) * 32] = sum[i / (kGroups * 4)][i / 4 % kGroups][i & 3];
+        for (int i = 0; i < kTiles * kGroups * 4; i++)
+          if (i < sums)
+            to[((way - 1) * sums + i) * 32] = sum[i / (kGroups * 4)][i / 4 % kGroups][i & 3];
       }
       meet(consumers);
-      if (way == 0) add_ways(to, 1, a.slice_ways, sum);
+      if (way == 0 && (kTiles == 1 || two_tiles))
+        add_ways(to, 1, a.slice_ways, sum);
+      else if (way == 0)
+        add_ways(to, 1, a.slice_ways, reinterpret_cast<float (&)[1][kGroups][4]>(sum));
       if (set + a.set_tiles < share.last) meet(consumers);
     }
     if (way != 0) continue;
 #pragma unroll
     for (int m = 0; m < kTiles; m++) {
-      const int slot = row * kTiles + m;
-      if (slot >= a.set_tiles || set + slot >= share.last) continue;
-      if (kLate) scales[m] = row_scales(a, set + slot, share.last, own_lane);
+      const int tile = set + slot + m;
+      if ((m > 0 && !two_tiles) || tile >= share.last) continue;
+      if (kLate) scales[m] = row_scales(a, tile, share.last, own_lane);
 #pragma unroll
       for (int t = 0; t < kGroups; t++) {
         scale_group(a, scales[m], sum[m][t]);
         if (kTiles * kGroups == 1 && a.joins > 1)
           join_second(a, others + row * (a.ways - 1) * 128 + own_lane, scales[m], sum[m][t]);
-        write_group(a, set + slot, share.slice, token + t * 8, own_lane, sum[m][t]);
+        write_group(a, tile, share.slice, token + t * 8, own_lane, sum[m][t]);
       }
     }
   }
 }
 
 // A block has no more warps than leave 80 registers to each: all tiles and ways, who fetches, and
-// three of plain rows. Those of NVFP4 that have two tiles and 16 tokens leave some to the next
-// kernel, which comes up beside them.
+// three of plain rows. Those of NVFP4 that have two tiles leave some to the next kernel, which
+// comes up beside them.
 template <int kEncoding, int kTiles, int kGroups>
 constexpr int many_registers() {
-  if (kHasRoom && kEncoding == KSL_ENC_NVFP4 && kTiles == 2 && kGroups == 2) return 88;
+  if (kHasRoom && kEncoding == KSL_ENC_NVFP4 && kTiles == 2 && kGroups <= 2) return 80;
   return 65536 / ((kBoundWarps / kTiles + kMaxPlainWarps + 3) / 4 * 4 * 32) / 8 * 8;
 }
 template <int kEncoding, int kTiles, int kGroups>

@@ -145,7 +145,10 @@ void run_many(Device *device, StreamArgs a) {
   const auto kernel = stream_many<kEncoding, kTiles, kGroups>;
   static const bool raised = raise_shared(device, kernel, stream_most(device->room));
   (void)raised;
-  const int warps = divide_up(a.set_tiles, kTiles) * a.ways;
+  // More warps pay where each has few registers.
+  constexpr bool kLean = kEncoding == KSL_ENC_NVFP4;
+  if (kTiles == 2) a.pairs = stream_pairs(shares_of(a), !kLean || small_blocks(device));
+  const int warps = (a.set_tiles - a.pairs) * a.ways;
   // One less beside all the warps that a block of weights can have.
   const int all = small_blocks(device) ? kSmallStreamWarps : kMaxStreamWarps;
   if (a.plain_warps == kMaxPlainWarps && warps >= all / kTiles) a.plain_warps--;
