@@ -27,6 +27,23 @@ struct Shared {
   bool last;
 };
 
+// What makes a query or key in shared memory one of unit length, by a warp; y: a lane's elements of
+// it, from x on, 32 apart.
+__device__ inline float unit_factor(const float *x, float (&y)[4]) {
+  float sum[4];
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    y[k] = x[k * 32];
+    sum[k] = y[k] * y[k];
+  }
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+#pragma unroll
+    for (int k = 0; k < 4; k++) sum[k] += __shfl_xor_sync(kAll, sum[k], step);
+  }
+  return 1.0f / sqrtf((((sum[0] + sum[1]) + sum[2]) + sum[3]) + 1e-6f);
+}
+
 // kReplay: of kept rows the committed columns, in all layers of the launch; only the state and its
 // history are wanted.
 template <bool kReplay>

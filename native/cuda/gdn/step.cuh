@@ -46,23 +46,6 @@ __device__ inline void write_normed(const StepArgs &a, int token, int to, const 
   if (a.split.data != nullptr) split_store4(a.split, token, to, y);
 }
 
-// What makes a query or key in shared memory one of unit length, by a warp; y: a lane's elements of
-// it, from x on, 32 apart.
-__device__ inline float unit_factor(const float *x, float (&y)[4]) {
-  float sum[4];
-#pragma unroll
-  for (int k = 0; k < 4; k++) {
-    y[k] = x[k * 32];
-    sum[k] = y[k] * y[k];
-  }
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-#pragma unroll
-    for (int k = 0; k < 4; k++) sum[k] += __shfl_xor_sync(kAll, sum[k], step);
-  }
-  return 1.0f / sqrtf((((sum[0] + sum[1]) + sum[2]) + sum[3]) + 1e-6f);
-}
-
 template <int kWide>
 struct Vector;
 template <>
