@@ -74,7 +74,7 @@ struct Own {
 };
 
 // Words [0, kBytes / 4) of threads from `begin` on: of the stage, and of the pool.
-template <int kBytes>
+template <int kThreads, int kBytes>
 __device__ inline void place_words(const uint8_t *from, uint8_t *stage, uint8_t *pool,
                                    bool stored) {
   for (int i = threadIdx.x * 4; i < kBytes; i += kThreads * 4) {
@@ -88,24 +88,26 @@ __device__ inline void place_own(const KvLayer &kv, const Own &own, const uint8_
                                  uint8_t *stage) {
   uint8_t *const pool = own.place.base;
   const int64_t row = own.place.row;
-  place_words<L::kKBytes>(from, stage + own.key * L::kKPitch, pool + kv.k_offset + row * L::kKBytes,
-                          own.stored);
-  place_words<L::kVBytes>(from + L::kNewV, stage + L::kV + own.key * L::kVPitch,
-                          pool + kv.v_offset + row * L::kVBytes, own.stored);
+  constexpr int kThreads = L::kThreads;
+  place_words<kThreads, L::kKBytes>(from, stage + own.key * L::kKPitch,
+                                    pool + kv.k_offset + row * L::kKBytes, own.stored);
+  place_words<kThreads, L::kVBytes>(from + L::kNewV, stage + L::kV + own.key * L::kVPitch,
+                                    pool + kv.v_offset + row * L::kVBytes, own.stored);
   if (L::kBf16) return;
-  place_words<L::kKScale>(from + L::kKBytes, stage + L::kScales + own.key * L::kKScale,
-                          pool + kv.k_scale_offset + row * L::kKScale, own.stored);
-  place_words<4>(from + L::kNewV + L::kVBytes, stage + L::kVScales + own.key * 4,
-                 pool + kv.v_scale_offset + row * 4, own.stored);
+  place_words<kThreads, L::kKScale>(from + L::kKBytes, stage + L::kScales + own.key * L::kKScale,
+                                    pool + kv.k_scale_offset + row * L::kKScale, own.stored);
+  place_words<kThreads, 4>(from + L::kNewV + L::kVBytes, stage + L::kVScales + own.key * 4,
+                           pool + kv.v_scale_offset + row * 4, own.stored);
 }
 
 // What heads.cu makes, of the queries of a block and of its own key and value: queries in float32,
 // keys and values as they are stored.
-template <int kFormat, int kDim>
+template <int kWarps, int kFormat, int kDim>
 __device__ __forceinline__ void make_heads(const HeadsArgs &h, const Work &w, int group,
                                            const Own &own, uint8_t *memory) {
-  typedef Layout<kFormat, kDim, 1> L;
+  typedef Layout<kWarps, kFormat, kDim, 1> L;
   constexpr int kPer = kDim / 32;
+  constexpr int kTogether = 8 / kWarps;  // heads, of which each is a chain of exchanges
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, at = lane * kPer;
   const int head = blockIdx.y, jobs = w.pairs + (own.chunk >= 0 ? 2 : 0);
   float q_gain[kPer], k_gain[kPer];
@@ -142,27 +144,27 @@ __device__ __forceinline__ void make_heads(const HeadsArgs &h, const Work &w, in
     }
   };
 #pragma unroll 1
-  for (int job = warp; job < jobs; job += 2 * kWarps) {
-    const int mine[2] = {job, job + kWarps};
-    float x[2][kPer] = {}, raw[kPer], gain[2][kPer];
+  for (int job = warp; job < jobs; job += kTogether * kWarps) {
+    float x[kTogether][kPer] = {}, raw[kPer], gain[kTogether][kPer];
+    const auto mine = [&](int j) { return job + j * kWarps; };
 #pragma unroll
-    for (int j = 0; j < 2; j++)
-      if (mine[j] < jobs) load(source(mine[j]), x[j]);
+    for (int j = 0; j < kTogether; j++)
+      if (mine(j) < jobs) load(source(mine(j)), x[j]);
 #pragma unroll
     for (int i = 0; i < kPer; i++) {
-      raw[i] = mine[0] > w.pairs ? x[0][i] : x[1][i];  // a value
+      raw[i] = job > w.pairs ? x[0][i] : x[kTogether - 1][i];  // a value
 #pragma unroll
-      for (int j = 0; j < 2; j++) gain[j][i] = mine[j] == w.pairs ? k_gain[i] : q_gain[i];
+      for (int j = 0; j < kTogether; j++) gain[j][i] = mine(j) == w.pairs ? k_gain[i] : q_gain[i];
     }
     norm_and_turn(x, gain, turn, h.eps);
     if (L::kQ4) rotate_lanes(x, lane);
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
-      if (mine[j] >= jobs) break;
-      if (mine[j] > w.pairs)
-        put(mine[j], raw);
+    for (int j = 0; j < kTogether; j++) {
+      if (mine(j) >= jobs) break;
+      if (mine(j) > w.pairs)
+        put(mine(j), raw);
       else
-        put(mine[j], x[j]);
+        put(mine(j), x[j]);
     }
   }
 }
@@ -170,23 +172,42 @@ __device__ __forceinline__ void make_heads(const HeadsArgs &h, const Work &w, in
 // The row of a position that is no key.
 __device__ inline void clear_own(const KvLayer &kv, const KvPlace &place) {
   const int64_t row = place.row;
-  for (int i = threadIdx.x; i < kv.k_bytes; i += kThreads)
+  for (int i = threadIdx.x; i < kv.k_bytes; i += blockDim.x)
     place.base[kv.k_offset + row * kv.k_bytes + i] = 0;
-  for (int i = threadIdx.x; i < kv.k_scale_bytes; i += kThreads)
+  for (int i = threadIdx.x; i < kv.k_scale_bytes; i += blockDim.x)
     place.base[kv.k_scale_offset + row * kv.k_scale_bytes + i] = 0;
-  for (int i = threadIdx.x; i < kv.v_bytes; i += kThreads)
+  for (int i = threadIdx.x; i < kv.v_bytes; i += blockDim.x)
     place.base[kv.v_offset + row * kv.v_bytes + i] = 0;
-  for (int i = threadIdx.x; i < kv.v_scale_bytes; i += kThreads)
+  for (int i = threadIdx.x; i < kv.v_scale_bytes; i += blockDim.x)
     place.base[kv.v_scale_offset + row * kv.v_scale_bytes + i] = 0;
 }
 
+struct Most {
+  __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
+};
+struct Sum {
+  __device__ float operator()(float a, float b) const { return a + b; }
+};
+// Of the n values of a query, four and four.
+template <int n, class F>
+__device__ inline float of_row(const float *row, F f) {
+  static_assert(n == 4 || n == 8, "fours");
+  const float4 a = *reinterpret_cast<const float4 *>(row);
+  const float four = f(f(a.x, a.y), f(a.z, a.w));
+  if (n == 4) return four;
+  const float4 b = *reinterpret_cast<const float4 *>(row + n - 4);
+  return f(four, f(f(b.x, b.y), f(b.z, b.w)));
+}
+
 // kUsed: groups of eight queries that the block has. own: null, or keys that come from memory.
-template <int kFormat, int kDim, int kTiles, int kUsed>
+template <int kWarps, int kFormat, int kDim, int kTiles, int kUsed>
 __device__ __forceinline__ void reduce_units(const TileArgs &a, const Work &w, int begin, int end,
-                                             Loader<kFormat, kDim, kTiles> &loader, const Own *own,
-                                             uint8_t *memory) {
-  typedef Layout<kFormat, kDim, kTiles> L;
-  constexpr int kOwn = kDim / 32;
+                                             Loader<kWarps, kFormat, kDim, kTiles> &loader,
+                                             const Own *own, uint8_t *memory) {
+  typedef Layout<kWarps, kFormat, kDim, kTiles> L;
+  // Products of a warp, each of eight of its dims; eights of keys, and its first key.
+  constexpr int kOwn = kDim / (8 * kWarps), kEights = L::kEights, kScores = L::kScores;
+  constexpr int kAllEights = kKeys / 8;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const int head = blockIdx.y, group = a.heads / a.kv.kv_heads;
   float acc[kUsed][2 * kOwn], most[kUsed], total[kUsed];
@@ -217,22 +238,23 @@ __device__ __forceinline__ void reduce_units(const TileArgs &a, const Work &w, i
       loader.load(memory + L::kFirst + (chunk + 1 - begin) % kStages * L::kStage);
     copy_commit();
 
-    float p[kUsed][4];
-    score_keys<kFormat, kDim, kTiles, kUsed>(stage, memory, warp, g, t, p);
-    float scale[4] = {1, 1, 1, 1};
-    if (!L::kBf16) {
-      const float *at =
-          reinterpret_cast<const float *>(stage + L::kVScales) + warp * kWarpKeys + 2 * t;
-      const float2 low = *reinterpret_cast<const float2 *>(at),
-                   high = *reinterpret_cast<const float2 *>(at + 8);
-      scale[0] = low.x, scale[1] = low.y, scale[2] = high.x, scale[3] = high.y;
+    float p[kUsed][kScores];
+    score_keys<L, kUsed>(stage, memory, warp, g, t, p);
+    float scale[kScores];
+#pragma unroll
+    for (int j = 0; j < kEights; j++) {
+      float2 two = {1, 1};
+      if (!L::kBf16)
+        two = *reinterpret_cast<const float2 *>(stage + L::kVScales +
+                                                ((warp * kEights + j) * 8 + 2 * t) * 4);
+      scale[2 * j] = two.x, scale[2 * j + 1] = two.y;
     }
 #pragma unroll
     for (int m = 0; m < kUsed; m++) {
       float high = -INFINITY, high_scale = 0;
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int key = chunk * kKeys + warp * kWarpKeys + (i >> 1) * 8 + 2 * t + (i & 1);
+      for (int i = 0; i < kScores; i++) {
+        const int key = chunk * kKeys + (warp * kEights + (i >> 1)) * 8 + 2 * t + (i & 1);
         const bool sees = key < limit[m] && key >= a.kv.first_key;
         p[m][i] = sees ? p[m][i] : -INFINITY;
         high = fmaxf(high, p[m][i]);
@@ -249,26 +271,30 @@ __device__ __forceinline__ void reduce_units(const TileArgs &a, const Work &w, i
     float chunk_most[kUsed], back[kUsed];
 #pragma unroll
     for (int m = 0; m < kUsed; m++) {
-      const float4 h = *reinterpret_cast<const float4 *>(highs + (m * 8 + g) * kWarps);
-      const float4 s = *reinterpret_cast<const float4 *>(high_scales + (m * 8 + g) * kWarps);
-      const float high = fmaxf(fmaxf(h.x, h.y), fmaxf(h.z, h.w));
-      const float high_scale = L::kBf16 ? 1.0f : fmaxf(fmaxf(s.x, s.y), fmaxf(s.z, s.w));
+      const int row = (m * 8 + g) * kWarps;
+      const float high = of_row<kWarps>(highs + row, Most());
+      const float high_scale = L::kBf16 ? 1.0f : of_row<kWarps>(high_scales + row, Most());
       const float from = high == -INFINITY ? 0.0f : high;
       // Scales are powers of two: exact. At most kProbability is left.
       const float to = high_scale > 0 ? __fdividef(kProbability, high_scale) : 0.0f;
-      float sum = 0;
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        p[m][i] = exp2_fast(p[m][i] - from);
-        sum += p[m][i];
-        p[m][i] *= L::kBf16 ? to : scale[i] * to;
+      for (int j = 0; j < kEights; j++) {
+        float sum = 0;
+#pragma unroll
+        for (int i = 2 * j; i < 2 * j + 2; i++) {
+          p[m][i] = exp2_fast(p[m][i] - from);
+          sum += p[m][i];
+          p[m][i] *= L::kBf16 ? to : scale[i] * to;
+        }
+        sum = quad_sum(sum);
+        const int eight = warp * kEights + j;
+        if (t == 0) totals[(m * 8 + g) * kAllEights + eight] = sum;
+        // Half of a step's.
+        uint2 x;
+        halves<L::kBf16>(p[m][2 * j], p[m][2 * j + 1], &x.x, &x.y);
+        reinterpret_cast<uint2 *>(
+            weights)[((m * kKeySteps + (eight >> 1)) * 32 + lane) * 2 + (eight & 1)] = x;
       }
-      sum = quad_sum(sum);
-      if (t == 0) totals[(m * 8 + g) * kWarps + warp] = sum;
-      uint4 x;
-      halves<L::kBf16>(p[m][0], p[m][1], &x.x, &x.y);
-      halves<L::kBf16>(p[m][2], p[m][3], &x.z, &x.w);
-      weights[(m * kWarps + warp) * 32 + lane] = x;
       chunk_most[m] = high;
       back[m] = high_scale / kProbability;
     }
@@ -278,23 +304,23 @@ __device__ __forceinline__ void reduce_units(const TileArgs &a, const Work &w, i
     const uint8_t *values =
         stage + L::kV + (warp * (kDim / kWarps) + g * kOwn) * (L::kBf16 ? 2 : 1);
 #pragma unroll
-    for (int s = 0; s < kKeys / 16; s++) {
+    for (int s = 0; s < kKeySteps; s++) {
       const uint8_t *row = values + (16 * s + 2 * t) * L::kVPitch;
       uint32_t b0[kOwn], b1[kOwn];
       value_pair<L::kBf16, kOwn>(row, row + L::kVPitch, b0);
       value_pair<L::kBf16, kOwn>(row + 8 * L::kVPitch, row + 9 * L::kVPitch, b1);
 #pragma unroll
       for (int m = 0; m < kUsed; m++) {
-        const uint4 x = weights[(m * kWarps + s) * 32 + lane];
+        const uint4 x = weights[(m * kKeySteps + s) * 32 + lane];
 #pragma unroll
         for (int i = 0; i < kOwn; i++) mma16<L::kBf16>(c[m][i], x, b0[i], b1[i]);
       }
     }
 #pragma unroll
     for (int m = 0; m < kUsed; m++) {
-      const float4 sum = *reinterpret_cast<const float4 *>(totals + (m * 8 + g) * kWarps);
       const Join join(most[m], chunk_most[m]);
-      total[m] = join.add(total[m], (sum.x + sum.y) + (sum.z + sum.w));
+      const float sum = of_row<kAllEights>(totals + (m * 8 + g) * kAllEights, Sum());
+      total[m] = join.add(total[m], sum);
       most[m] = join.most;
       // Column 2 t of product i is dim kOwn 2 t + i of this warp's dims, column 2 t + 1 kOwn later.
 #pragma unroll
@@ -317,10 +343,7 @@ __device__ __forceinline__ void reduce_units(const TileArgs &a, const Work &w, i
                 a.units +
             unit;
         float *to = a.partial + index * kDim + warp * (kDim / kWarps) + t * 2 * kOwn;
-#pragma unroll
-        for (int i = 0; i < 2 * kOwn; i += 4)
-          *reinterpret_cast<float4 *>(to + i) =
-              make_float4(acc[m][i], acc[m][i + 1], acc[m][i + 2], acc[m][i + 3]);
+        save(to, acc[m]);
         if (warp == 0 && t == 0) a.partial_sums[index] = make_float2(most[m], total[m]);
       }
       most[m] = -INFINITY;
@@ -332,11 +355,11 @@ __device__ __forceinline__ void reduce_units(const TileArgs &a, const Work &w, i
 }
 
 // Queries in float32 as fragments, in units that make a power of two the exponential.
-template <int kFormat, int kDim, int kTiles, bool kMakes>
+template <int kWarps, int kFormat, int kDim, int kTiles, bool kMakes>
 __device__ __forceinline__ void float_queries(const TileArgs &a, const Work &w, int slots,
                                               uint8_t *memory) {
-  typedef Layout<kFormat, kDim, kTiles> L;
-  constexpr int kSteps = kDim / 16;
+  typedef Layout<kWarps, kFormat, kDim, kTiles> L;
+  constexpr int kSteps = kDim / 16, kThreads = L::kThreads;
   const int head = blockIdx.y, group = a.heads / a.kv.kv_heads;
   if (kMakes) __syncthreads();
 
@@ -347,8 +370,9 @@ __device__ __forceinline__ void float_queries(const TileArgs &a, const Work &w, 
     return a.q + static_cast<int64_t>(w.column + p / group) * a.q_stride +
            (head * group + p % group) * kDim;
   };
-  constexpr int kMine = kSteps * 32 / kThreads;  // fragments of a thread; all loads come first
-  static_assert(kSteps * 32 % kThreads == 0, "whole rounds");
+  // Fragments of a thread; all loads come first.
+  constexpr int kMine = (kSteps + kWarps - 1) / kWarps;
+  const int warp = threadIdx.x >> 5;
   const int l = threadIdx.x & 31;
   float x[kTiles][kMine][4];
 #pragma unroll
@@ -361,7 +385,7 @@ __device__ __forceinline__ void float_queries(const TileArgs &a, const Work &w, 
     for (int i = 0; i < kMine; i++) {
 #pragma unroll
       for (int k = 0; k < 4; k++) {
-        const int d = dim_of<kFormat>((threadIdx.x >> 5) + i * kWarps, k >> 1, l & 3);
+        const int d = dim_of<kFormat>(min(warp + i * kWarps, kSteps - 1), k >> 1, l & 3);
         x[m][i][k] = there ? q[d + (k & 1) * kPairStep<kFormat>] * unit : 0.0f;
       }
     }
@@ -389,21 +413,22 @@ __device__ __forceinline__ void float_queries(const TileArgs &a, const Work &w, 
     if (m >= slots) break;
 #pragma unroll
     for (int i = 0; i < kMine; i++) {
+      if (warp + i * kWarps >= kSteps) break;
       uint4 out;
       halves<L::kBf16>(x[m][i][0], x[m][i][1], &out.x, &out.y);
       halves<L::kBf16>(x[m][i][2], x[m][i][3], &out.z, &out.w);
-      reinterpret_cast<uint4 *>(
-          memory + L::kQuery)[(m * kSteps + (threadIdx.x >> 5) + i * kWarps) * 32 + l] = out;
+      reinterpret_cast<uint4 *>(memory + L::kQuery)[(m * kSteps + warp + i * kWarps) * 32 + l] =
+          out;
     }
   }
 }
 
 // Fragments of queries as heads.cu leaves them: zeros of those that are not there.
-template <int kFormat, int kDim, int kTiles>
+template <int kWarps, int kFormat, int kDim, int kTiles>
 __device__ __forceinline__ void copy_queries(const TileArgs &a, const Work &w, int slots,
                                              uint8_t *memory) {
-  typedef Layout<kFormat, kDim, kTiles> L;
-  constexpr int kPieces = kDim / 4, kSteps = kDim / 16;
+  typedef Layout<kWarps, kFormat, kDim, kTiles> L;
+  constexpr int kPieces = kDim / 4, kSteps = kDim / 16, kThreads = L::kThreads;
   const int head = blockIdx.y, group = a.heads / a.kv.kv_heads;
   const auto column_of = [&](int pair) { return w.column + (w.pair + pair) / group; };
   const auto query_of = [&](int pair) { return head * group + (w.pair + pair) % group; };
@@ -429,9 +454,9 @@ __device__ __forceinline__ void copy_queries(const TileArgs &a, const Work &w, i
 }
 
 // heads: made from them, or null.
-template <int kFormat, int kDim, int kTiles, bool kMakes>
+template <int kWarps, int kFormat, int kDim, int kTiles, bool kMakes>
 __device__ __forceinline__ void tile(const TileArgs &a, const HeadsArgs *heads) {
-  typedef Layout<kFormat, kDim, kTiles> L;
+  typedef Layout<kWarps, kFormat, kDim, kTiles> L;
   extern __shared__ __align__(16) uint8_t memory[];
   allow_next();
   const int head = blockIdx.y, group = a.heads / a.kv.kv_heads;
@@ -456,65 +481,86 @@ __device__ __forceinline__ void tile(const TileArgs &a, const HeadsArgs *heads) 
     return;
   }
 
-  Loader<kFormat, kDim, kTiles> loader(a.kv, w.slot, head, kMakes ? last : keys, begin);
+  Loader<kWarps, kFormat, kDim, kTiles> loader(a.kv, w.slot, head, kMakes ? last : keys, begin);
   // Keys of earlier waves can be asked for while the kernels before this one still run.
   const int before = a.rows != nullptr ? a.rows[a.columns.row[w.column]].start
                                        : a.columns.position[w.column] - kRecent;
   const bool early = kMakes || (begin + 1) * kKeys <= before;
   if (early) loader.load(memory + L::kFirst);
   if constexpr (kMakes)
-    make_heads<kFormat, kDim>(*heads, w, group, own, memory);
+    make_heads<kWarps, kFormat, kDim>(*heads, w, group, own, memory);
   else
     wait_before();
   if (!early) loader.load(memory + L::kFirst);
   const int used = (w.pairs + 7) / 8;
   const int slots = kTiles == 1 ? 1 : (used == 1 ? 1 : kTiles);
   if constexpr (!kMakes && kDim == kFragmentDim) {
-    if (a.q_sums != nullptr) copy_queries<kFormat, kDim, kTiles>(a, w, slots, memory);
+    if (a.q_sums != nullptr) copy_queries<kWarps, kFormat, kDim, kTiles>(a, w, slots, memory);
   }
   copy_commit();
   if (!(kMakes ? L::kMakesFragments : kDim == kFragmentDim && a.q_sums != nullptr))
-    float_queries<kFormat, kDim, kTiles, kMakes>(a, w, slots, memory);
+    float_queries<kWarps, kFormat, kDim, kTiles, kMakes>(a, w, slots, memory);
   if (kTiles == 1 || used == 1)
-    reduce_units<kFormat, kDim, kTiles, 1>(a, w, begin, end, loader, kMakes ? &own : nullptr,
-                                           memory);
+    reduce_units<kWarps, kFormat, kDim, kTiles, 1>(a, w, begin, end, loader,
+                                                   kMakes ? &own : nullptr, memory);
   else
-    reduce_units<kFormat, kDim, kTiles, kTiles>(a, w, begin, end, loader, nullptr, memory);
+    reduce_units<kWarps, kFormat, kDim, kTiles, kTiles>(a, w, begin, end, loader, nullptr, memory);
 }
 
+// Few warps have more of what they load; where blocks have one chunk of keys, which is a chain of
+// latencies, many are sooner done. Their bits are the same.
+constexpr int kFewWarps = 4, kManyWarps = 8;
 template <int kFormat, int kDim, int kTiles>
-__global__ void __launch_bounds__(kThreads, kTiles == 1 && kFormat != KSL_KV_BF16 ? 3 : 1)
+__global__ void __launch_bounds__(kFewWarps * 32, kTiles == 1 && kFormat != KSL_KV_BF16 ? 3 : 1)
     tile_kernel(const __grid_constant__ TileArgs a) {
-  tile<kFormat, kDim, kTiles, false>(a, nullptr);
+  tile<kFewWarps, kFormat, kDim, kTiles, false>(a, nullptr);
 }
-template <int kFormat, int kDim>
-__global__ void __launch_bounds__(kThreads, kFormat != KSL_KV_BF16 ? 3 : 1)
+template <int kWarps, int kFormat, int kDim>
+__global__ void __launch_bounds__(kWarps * 32,
+                                  kWarps == kManyWarps ? 2 : (kFormat != KSL_KV_BF16 ? 3 : 1))
     tile_heads_kernel(const __grid_constant__ TileArgs a, const __grid_constant__ HeadsArgs heads) {
-  tile<kFormat, kDim, 1, true>(a, &heads);
+  tile<kWarps, kFormat, kDim, 1, true>(a, &heads);
 }
 
 // Blocks that the device takes at one time, 0 if it has too little shared memory.
 template <int kFormat, int kDim, int kTiles>
 int slots() {
-  typedef Layout<kFormat, kDim, kTiles> L;
+  typedef Layout<kFewWarps, kFormat, kDim, kTiles> L;
   static int found = -1;  // per instance; the engine has one thread
   if (found < 0) {
     int device = 0, processors = 0, blocks = 0;
     const auto kernel = tile_kernel<kFormat, kDim, kTiles>;
+    const auto raise = [](auto k, int bytes) {
+      return cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) ==
+             cudaSuccess;
+    };
     const bool runs = cudaGetDevice(&device) == cudaSuccess &&
                       cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) ==
                           cudaSuccess &&
-                      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           L::kAll) == cudaSuccess &&
-                      cudaFuncSetAttribute(tile_heads_kernel<kFormat, kDim>,
-                                           cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           Layout<kFormat, kDim, 1>::kAll) == cudaSuccess &&
-                      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads,
+                      raise(kernel, L::kAll) &&
+                      raise(tile_heads_kernel<kFewWarps, kFormat, kDim>,
+                            Layout<kFewWarps, kFormat, kDim, 1>::kAll) &&
+                      raise(tile_heads_kernel<kManyWarps, kFormat, kDim>,
+                            Layout<kManyWarps, kFormat, kDim, 1>::kAll) &&
+                      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, L::kThreads,
                                                                     L::kAll) == cudaSuccess;
     found = runs ? processors * blocks : 0;
     cudaGetLastError();
   }
   return found;
+}
+
+template <int kFormat, int kDim>
+void run_heads(Device *device, const dim3 &grid, bool one, int bytes, const TileArgs &a,
+               const HeadsArgs &heads) {
+  if (!one) {
+    launch_chained(device, "attn_tile", tile_heads_kernel<kFewWarps, kFormat, kDim>, grid,
+                   kFewWarps * 32, bytes, a, heads);
+    return;
+  }
+  typedef Layout<kManyWarps, kFormat, kDim, 1> L;
+  launch_chained(device, "attn_tile", tile_heads_kernel<kManyWarps, kFormat, kDim>, grid,
+                 L::kThreads, L::kFirst + L::kStage, a, heads);
 }
 
 template <int kFormat, int kDim, int kTiles>
@@ -534,17 +580,16 @@ bool run(Device *device, const TileArgs &a, const HeadsArgs *heads, int columns,
     const int most = (columns + (per_tile - 1) * a.n_rows) / per_tile;
     if (most < places) places = most;
   }
-  typedef Layout<kFormat, kDim, kTiles> L;
+  typedef Layout<kFewWarps, kFormat, kDim, kTiles> L;
   // One chunk of keys each takes one stage, which fits beside a product.
   const bool one = a.unit_chunks == 1 && blocks >= a.units;
   const int bytes = L::kFirst + (one ? 1 : kStages) * L::kStage;
   const dim3 grid(blocks < a.units ? blocks : a.units, a.kv.kv_heads, places);
   if (heads != nullptr)
-    launch_chained(device, "attn_tile", tile_heads_kernel<kFormat, kDim>, grid, kThreads, bytes, a,
-                   *heads);
+    run_heads<kFormat, kDim>(device, grid, one, bytes, t, *heads);
   else
-    launch_chained(device, "attn_tile", tile_kernel<kFormat, kDim, kTiles>, grid, kThreads, bytes,
-                   t);
+    launch_chained(device, "attn_tile", tile_kernel<kFormat, kDim, kTiles>, grid, L::kThreads,
+                   bytes, t);
   return true;
 }
 

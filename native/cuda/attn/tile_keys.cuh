@@ -7,16 +7,18 @@ namespace ksl {
 
 namespace {
 
-constexpr int kWarps = 4;
-constexpr int kThreads = kWarps * 32;
 constexpr int kKeys = kTileKeys;
-constexpr int kWarpKeys = kKeys / kWarps;
+constexpr int kKeySteps = kKeys / 16;  // of products of values
 constexpr int kStages = 2;
-static_assert(kWarpKeys == 16, "the keys of a warp lie in one block");
 
 // Shared memory. The pitches keep the rows that a warp reads at one time in different banks.
-template <int kFormat, int kDim, int kTiles>
+template <int kWarps, int kFormat, int kDim, int kTiles>
 struct Layout {
+  static constexpr int kThreads = kWarps * 32;
+  // Of a warp: keys, in products of eight; and, of a lane, scores of a query.
+  static constexpr int kEights = kKeys / kWarps / 8, kScores = 2 * kEights;
+  static_assert(kEights > 0 && 2 % kEights == 0, "the keys of a warp lie in one block");
+  static constexpr int kHeadDim = kDim;
   static constexpr bool kQ4 = kFormat == KSL_KV_Q4, kBf16 = kFormat == KSL_KV_BF16;
   static constexpr int kKBytes = kQ4 ? kDim / 2 : (kBf16 ? kDim * 2 : kDim);
   static constexpr int kKScale = kQ4 ? kDim / 8 : 4;  // bf16: not there
@@ -27,11 +29,13 @@ struct Layout {
   static constexpr int kVScales = kV + kKeys * kVPitch;
   static constexpr int kStage = kVScales + (kBf16 ? 0 : kKeys * 4);
   static constexpr int kQuery = 0;  // fragments of a: [tiles][steps][lanes]
-  static constexpr int kWeights = kQuery + kTiles * kDim * 32;  // fragments: [tiles][warps][lanes]
-  static constexpr int kHighs = kWeights + kTiles * kWarps * 512;  // [tiles][8][warps]
+  static constexpr int kWeights =
+      kQuery + kTiles * kDim * 32;  // fragments: [tiles][key steps][lanes]
+  static constexpr int kHighs = kWeights + kTiles * kKeySteps * 512;  // [tiles][8][warps]
   static constexpr int kHighScales = kHighs + kTiles * 8 * kWarps * 4;
   static constexpr int kTotals = kHighScales + kTiles * 8 * kWarps * 4;
-  static constexpr int kSums = kTotals + kTiles * 8 * kWarps * 4;  // q4: of 32 channels
+  // [tiles][8][eights of keys]
+  static constexpr int kSums = kTotals + kTiles * 8 * (kKeys / 8) * 4;  // q4: of 32 channels
   // Of a block that makes its heads: what is stored of the column's own key and value, one behind
   // the other; and before they are fragments, queries, with a pitch that spreads them over banks.
   static constexpr int kNew = kSums + (kQ4 ? kTiles * 8 * (kDim / 32) * 4 : 0);
@@ -46,14 +50,15 @@ struct Layout {
 };
 
 // An sm_120 runs the packed formats; bf16 keys of 256 dims are left to core.cu there.
-static_assert(Layout<KSL_KV_Q4, 256, 3>::kAll <= kSmallRoom, "q4");
-static_assert(Layout<KSL_KV_FP8, 256, 2>::kAll <= kSmallRoom, "fp8");
-static_assert(Layout<KSL_KV_BF16, 128, 2>::kAll <= kSmallRoom, "bf16");
+static_assert(Layout<8, KSL_KV_Q4, 256, 3>::kAll <= kSmallRoom, "q4");
+static_assert(Layout<8, KSL_KV_FP8, 256, 2>::kAll <= kSmallRoom, "fp8");
+static_assert(Layout<8, KSL_KV_BF16, 128, 2>::kAll <= kSmallRoom, "bf16");
 
 // Copies chunks of keys, one after the other. A block holds whole groups of 16 keys.
-template <int kFormat, int kDim, int kTiles>
+template <int kWarps, int kFormat, int kDim, int kTiles>
 struct Loader {
-  typedef Layout<kFormat, kDim, kTiles> L;
+  typedef Layout<kWarps, kFormat, kDim, kTiles> L;
+  static constexpr int kThreads = L::kThreads;
   static constexpr int kGroups = kKeys / 16;
   const KvLayer &kv;
   const int32_t *table;

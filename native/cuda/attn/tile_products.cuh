@@ -17,11 +17,12 @@ __device__ inline int dim_of(int s, int pair, int t) {
 template <int kFormat>
 constexpr int kPairStep = kFormat == KSL_KV_Q4 ? 4 : 1;
 
-// Scores of this warp's 16 keys: of row g and keys 2 t, 2 t + 1 of the first and the second eight.
-template <int kFormat, int kDim, int kTiles, int kUsed>
+// Scores of this warp's keys: of row g and keys 2 t, 2 t + 1 of each eight.
+template <class L, int kUsed>
 __device__ __forceinline__ void score_keys(const uint8_t *stage, const uint8_t *memory, int warp,
-                                           int g, int t, float (&score)[kUsed][4]) {
-  typedef Layout<kFormat, kDim, kTiles> L;
+                                           int g, int t, float (&score)[kUsed][L::kScores]) {
+  constexpr int kDim = L::kHeadDim, kEights = L::kEights, kScores = L::kScores;
+  const int own = warp * 8 * kEights;
   const uint4 *query = reinterpret_cast<const uint4 *>(memory + L::kQuery) + (g * 4 + t);
   const float *sums = reinterpret_cast<const float *>(memory + L::kSums);
   if constexpr (L::kQ4) {
@@ -29,16 +30,14 @@ __device__ __forceinline__ void score_keys(const uint8_t *stage, const uint8_t *
 #pragma unroll
     for (int m = 0; m < kUsed; m++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) score[m][i] = 0;
+      for (int i = 0; i < kScores; i++) score[m][i] = 0;
 #pragma unroll
     for (int first = 0; first < kGroups; first += kBatch) {
-      uint32_t pairs[4][kBatch];  // scale and zero point of keys 2 t, 2 t + 1,
-                                  // and eight later
+      uint32_t pairs[kScores][kBatch];  // scale and zero point of keys 2 t, 2 t + 1 of each eight
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const uint8_t *from = stage + L::kScales +
-                              (warp * kWarpKeys + (i >> 1) * 8 + 2 * t + (i & 1)) * L::kKScale +
-                              first * 4;
+      for (int i = 0; i < kScores; i++) {
+        const uint8_t *from =
+            stage + L::kScales + (own + (i >> 1) * 8 + 2 * t + (i & 1)) * L::kKScale + first * 4;
         if constexpr (kBatch == 4)
           *reinterpret_cast<uint4 *>(pairs[i]) = *reinterpret_cast<const uint4 *>(from);
         else
@@ -47,20 +46,19 @@ __device__ __forceinline__ void score_keys(const uint8_t *stage, const uint8_t *
 #pragma unroll
       for (int k = 0; k < kBatch; k++) {
         const int group = first + k;
-        uint32_t b[2][4];
+        uint32_t b[kEights][4];
 #pragma unroll
-        for (int j = 0; j < 2; j++)
-          unpack_codes(
-              *reinterpret_cast<const uint32_t *>(
-                  stage + (warp * kWarpKeys + j * 8 + g) * L::kKPitch + group * 16 + t * 4),
-              b[j]);
+        for (int j = 0; j < kEights; j++)
+          unpack_codes(*reinterpret_cast<const uint32_t *>(stage + (own + j * 8 + g) * L::kKPitch +
+                                                           group * 16 + t * 4),
+                       b[j]);
 #pragma unroll
         for (int m = 0; m < kUsed; m++) {
           const uint4 q0 = query[(m * (kDim / 16) + 2 * group) * 32],
                       q1 = query[(m * (kDim / 16) + 2 * group + 1) * 32];
           const float sum = sums[(m * kGroups + group) * 8 + g];
 #pragma unroll
-          for (int j = 0; j < 2; j++) {
+          for (int j = 0; j < kEights; j++) {
             float c[4];
             mma16_first(c, q0, b[j][0], b[j][1]);
             mma16<false>(c, q1, b[j][2], b[j][3]);
@@ -76,13 +74,13 @@ __device__ __forceinline__ void score_keys(const uint8_t *stage, const uint8_t *
       }
     }
   } else {
-    float c[kUsed][2][4] = {};
+    float c[kUsed][kEights][4] = {};
 #pragma unroll
     for (int s = 0; s < kDim / 16; s++) {
-      uint32_t b[2][2];
+      uint32_t b[kEights][2];
 #pragma unroll
-      for (int j = 0; j < 2; j++) {
-        const uint8_t *row = stage + (warp * kWarpKeys + j * 8 + g) * L::kKPitch;
+      for (int j = 0; j < kEights; j++) {
+        const uint8_t *row = stage + (own + j * 8 + g) * L::kKPitch;
         if (L::kBf16) {
           const uint2 w = *reinterpret_cast<const uint2 *>(row + s * 32 + t * 8);
           b[j][0] = w.x;
@@ -97,15 +95,14 @@ __device__ __forceinline__ void score_keys(const uint8_t *stage, const uint8_t *
       for (int m = 0; m < kUsed; m++) {
         const uint4 q = query[(m * (kDim / 16) + s) * 32];
 #pragma unroll
-        for (int j = 0; j < 2; j++) mma16<L::kBf16>(c[m][j], q, b[j][0], b[j][1]);
+        for (int j = 0; j < kEights; j++) mma16<L::kBf16>(c[m][j], q, b[j][0], b[j][1]);
       }
     }
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
+    for (int j = 0; j < kEights; j++) {
       float2 scale = {1, 1};
       if (!L::kBf16)
-        scale = *reinterpret_cast<const float2 *>(stage + L::kScales +
-                                                  (warp * kWarpKeys + j * 8 + 2 * t) * 4);
+        scale = *reinterpret_cast<const float2 *>(stage + L::kScales + (own + j * 8 + 2 * t) * 4);
 #pragma unroll
       for (int m = 0; m < kUsed; m++) {
         score[m][2 * j] = (c[m][j][0] + c[m][j][2]) * scale.x;
@@ -119,7 +116,13 @@ __device__ __forceinline__ void score_keys(const uint8_t *stage, const uint8_t *
 template <bool kBf16, int kOwn>
 __device__ inline void value_pair(const uint8_t *first, const uint8_t *second,
                                   uint32_t (&out)[kOwn]) {
-  if constexpr (kBf16) {
+  if constexpr (kOwn == 1) {
+    if (kBf16)
+      out[0] = *reinterpret_cast<const uint16_t *>(first) |
+               static_cast<uint32_t>(*reinterpret_cast<const uint16_t *>(second)) << 16;
+    else
+      out[0] = e4m3_halves(*first | static_cast<uint32_t>(*second) << 8);
+  } else if constexpr (kBf16) {
     uint32_t a[kOwn / 2], b[kOwn / 2];
     if constexpr (kOwn == 8) {
       *reinterpret_cast<uint4 *>(a) = *reinterpret_cast<const uint4 *>(first);
