@@ -40,7 +40,6 @@ struct StreamArgs {
   int steps;                 // of the longest chain
   int stages, x_stages;      // of a ring; of one for activations, where they have their own
   int pitch;                 // of blocks of weights in a stage: line_pitch or their bytes
-  int pairs;                 // rows of warps of stream_many that have two tiles: the first
   int plain_warps;           // of a block
   int plain_half, plain_at;  // of a ring for plain rows, 0: there is none; where it lies
   int plain_bytes;           // of a plain row behind what it meets in shared memory; 0: it is not
@@ -57,6 +56,7 @@ struct StreamArgs {
   InputNorm norm;   // made instead of reading x if it has a gain
   int norm_warps;   // of a block, that make it
   PlainArgs plain;  // rows that the last warps of the blocks take
+  int pairs;        // rows of warps of stream_many that have two tiles, where others have one
 };
 
 __device__ inline void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0,
@@ -608,6 +608,11 @@ __global__ void __maxnreg__(kBesideRegisters) stream_normed(const __grid_constan
   if constexpr (kHasRoom) few<kEncoding, kTokens, true, true>(a);
 }
 
+// Whether rows of warps of stream_many may have two tiles or one, where registers are few: else
+// only the last may have less than the others.
+template <int kEncoding, int kTiles>
+constexpr bool kMixedRows = kEncoding == KSL_ENC_NVFP4 && kTiles == 2;
+
 // More tokens: the activations of blocks of weights lie beside them in a ring that one warp fills;
 // a stage has one block of every tile and way. The others, in rows of all ways, have kTiles tiles
 // each, or one.
@@ -617,10 +622,12 @@ __device__ inline void many(const StreamArgs &a) {
   // Products of a stage take as long as its copies do, so that more of them ahead gain nothing, and
   // stand before what the kernel in front has still to read.
   constexpr bool kLong = kEncoding != KSL_ENC_BF16 && kGroups == 2;
+  constexpr bool kMixed = kMixedRows<kEncoding, kTiles>;
   extern __shared__ __align__(128) uint8_t memory[];
   allow_next();
   const int lane = pinned_lane(), warp = threadIdx.x >> 5, stages = a.stages;
-  const int consumers = (a.set_tiles - a.pairs) * a.ways;
+  const int rows = kMixed ? a.set_tiles - a.pairs : (a.set_tiles + kTiles - 1) / kTiles;
+  const int consumers = rows * a.ways;
   const int pitch = Lines<kBytes>::kMoved ? a.pitch : kBytes;
   const int weights = a.set_tiles * pitch, part = weights + kGroups * kSuperBytes;
   const int stage = part * a.ways;
@@ -705,27 +712,29 @@ __device__ inline void many(const StreamArgs &a) {
   }
   wait_before();
   const int way = warp % a.ways, row = warp / a.ways;
-  const bool two_tiles = kTiles == 2 && row < a.pairs;
-  const int slot = row + min(row, a.pairs);  // the first of the row's
   const Chain chain(a, share, way);
   const int n = chain.n;
-  // By slots, [ways - 1][tiles kGroups 4][32] of a row: sums of the ways but the first
+  // [rows][ways - 1][kTiles kGroups 4][32]: sums of the ways but the first
   float *others = reinterpret_cast<float *>(memory + stages * (stage + 16));
-  const uint8_t *const own = memory + way * part + slot * pitch;
+  const int first = kMixed ? row + min(row, a.pairs) : row * kTiles;  // of its tiles
+  const uint8_t *const own = memory + way * part + first * pitch;
   const uint8_t *const x = memory + way * part + weights + lane * 16;
+  // A tile that the set lacks is what lies behind it, or, where that may be less, the one before.
+  constexpr bool kBehind = Lines<kBytes>::kPitch <= kGroups * kSuperBytes;
+  const int second = kMixed || kBehind || row * kTiles + 1 < a.set_tiles ? pitch : 0;
   const unsigned last_full = barriers + stages * 16;
   unsigned full = barriers;
   int phase = 0, moved = 0;  // by stages
   for (int set = share.first; set < share.last; set += a.set_tiles) {
-    const bool works = set + slot < share.last;
-    const Lines<kBytes> lines(a, (set + slot) * a.supers + share.begin + chain.skip);
+    const bool works = set + first < share.last;
+    const Lines<kBytes> lines(a, (set + first) * a.supers + share.begin + chain.skip);
     float sum[kTiles][kGroups][4] = {};
     constexpr bool kLate =
         kTiles * kGroups >= (Expand<kEncoding>::kLate ? kScalesLateTwice : kScalesLate);
     float2 scales[kTiles];
 #pragma unroll
     for (int m = 0; m < kTiles && !kLate; m++)
-      scales[m] = row_scales(a, set + slot + m, share.last, lane);
+      scales[m] = row_scales(a, set + first + m, share.last, lane);
 #pragma unroll 1
     for (int i = 0; i < steps; i++) {
       bulk_wait(full, phase);
@@ -733,13 +742,14 @@ __device__ inline void many(const StreamArgs &a) {
         const uint8_t *at[kTiles];
 #pragma unroll
         for (int m = 0; m < kTiles; m++)
-          at[m] = own + moved + m * pitch + lines.at(m * a.supers + i);
-        if (kTiles == 1 || two_tiles) {
-          consume<kEncoding, kTiles, kGroups, 512>(at, x + moved, lane, sum);
-        } else {
+          at[m] = own + moved + m * second + lines.at(m * a.supers + i);
+        // The warp that has but one tile of a set is not to be the last.
+        if (kMixed ? row >= a.pairs : kLong && kTiles == 2 && row * kTiles + 1 == a.set_tiles) {
           const uint8_t *const one[1] = {at[0]};
           consume<kEncoding, 1, kGroups, 512>(one, x + moved, lane,
                                               reinterpret_cast<float (&)[1][kGroups][4]>(sum));
+        } else {
+          consume<kEncoding, kTiles, kGroups, 512>(at, x + moved, lane, sum);
         }
       }
       __syncwarp();
@@ -754,33 +764,30 @@ __device__ inline void many(const StreamArgs &a) {
     }
     const int own_lane = pinned_lane();  // so that nothing of this is computed before the loop
     if (a.ways > 1) {
-      float *to = others + slot * (a.ways - 1) * kGroups * 128 + own_lane;
+      constexpr int kSums = kTiles * kGroups * 4;
+      float *to = others + row * (a.ways - 1) * kSums * 32 + own_lane;
       if (way > 0) {
-        const int sums = (two_tiles ? 2 : 1) * kGroups * 4;
 #pragma unroll
-        for (int i = 0; i < kTiles * kGroups * 4; i++)
-          if (i < sums)
-            to[((way - 1) * sums + i) * 32] = sum[i / (kGroups * 4)][i / 4 % kGroups][i & 3];
+        for (int i = 0; i < kSums; i++)
+          to[((way - 1) * kSums + i) * 32] = sum[i / (kGroups * 4)][i / 4 % kGroups][i & 3];
       }
       meet(consumers);
-      if (way == 0 && (kTiles == 1 || two_tiles))
-        add_ways(to, 1, a.slice_ways, sum);
-      else if (way == 0)
-        add_ways(to, 1, a.slice_ways, reinterpret_cast<float (&)[1][kGroups][4]>(sum));
+      if (way == 0) add_ways(to, 1, a.slice_ways, sum);
       if (set + a.set_tiles < share.last) meet(consumers);
     }
     if (way != 0) continue;
 #pragma unroll
     for (int m = 0; m < kTiles; m++) {
-      const int tile = set + slot + m;
-      if ((m > 0 && !two_tiles) || tile >= share.last) continue;
-      if (kLate) scales[m] = row_scales(a, tile, share.last, own_lane);
+      const int slot = first + m;
+      const bool lacks = kMixed ? m > 0 && row >= a.pairs : slot >= a.set_tiles;
+      if (lacks || set + slot >= share.last) continue;
+      if (kLate) scales[m] = row_scales(a, set + slot, share.last, own_lane);
 #pragma unroll
       for (int t = 0; t < kGroups; t++) {
         scale_group(a, scales[m], sum[m][t]);
         if (kTiles * kGroups == 1 && a.joins > 1)
           join_second(a, others + row * (a.ways - 1) * 128 + own_lane, scales[m], sum[m][t]);
-        write_group(a, tile, share.slice, token + t * 8, own_lane, sum[m][t]);
+        write_group(a, set + slot, share.slice, token + t * 8, own_lane, sum[m][t]);
       }
     }
   }

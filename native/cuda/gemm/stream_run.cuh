@@ -145,15 +145,16 @@ void run_many(Device *device, StreamArgs a) {
   const auto kernel = stream_many<kEncoding, kTiles, kGroups>;
   static const bool raised = raise_shared(device, kernel, stream_most(device->room));
   (void)raised;
-  // More warps pay where each has few registers.
-  constexpr bool kLean = kEncoding == KSL_ENC_NVFP4;
-  if (kTiles == 2) a.pairs = stream_pairs(shares_of(a), !kLean || small_blocks(device));
-  const int warps = (a.set_tiles - a.pairs) * a.ways;
+  constexpr bool kMixed = kMixedRows<kEncoding, kTiles>;
+  a.pairs = kTiles == 2 ? stream_pairs(shares_of(a), !kMixed || small_blocks(device)) : 0;
+  const int rows = a.set_tiles - a.pairs, warps = rows * a.ways;
   // One less beside all the warps that a block of weights can have.
   const int all = small_blocks(device) ? kSmallStreamWarps : kMaxStreamWarps;
   if (a.plain_warps == kMaxPlainWarps && warps >= all / kTiles) a.plain_warps--;
   const auto bytes = [&](int stages) {
-    return stream_many_bytes(shares_of(a), a.pitch, stages, kTiles, kGroups);
+    const int more = rows - divide_up(a.set_tiles, kTiles);  // each as if it had kTiles
+    return stream_many_bytes(shares_of(a), a.pitch, stages, kTiles, kGroups) +
+           more * (a.ways - 1) * kTiles * kGroups * 512;
   };
   const int64_t beside = stream_most_beside(device->room);
   const bool leaves =
