@@ -205,7 +205,7 @@ __device__ __forceinline__ void reduce_units(const TileArgs &a, const Work &w, i
                                              Loader<kWarps, kFormat, kDim, kTiles> &loader,
                                              const Own *own, uint8_t *memory) {
   typedef Layout<kWarps, kFormat, kDim, kTiles> L;
-  // Products of a warp, each of eight of its dims; eights of keys, and its first key.
+  // Of a warp: dims by eights, keys by eights, and the scores that a lane has of a query.
   constexpr int kOwn = kDim / (8 * kWarps), kEights = L::kEights, kScores = L::kScores;
   constexpr int kAllEights = kKeys / 8;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
