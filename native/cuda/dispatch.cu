@@ -98,11 +98,18 @@ const int32_t *short_columns(const Backend *b, int *n) {
   return all ? nullptr : b->d_columns + kShort * b->column_capacity;
 }
 
+}  // namespace
+
+Rotary rotary_of(const Backend *b) {
+  const int half = b->spec->kv_layers ? b->spec->rotary_dims / 2 : 0;
+  return {b->frequency, half, b->cos, b->sin};
+}
+
+namespace {
+
 void stage_embed(void *context, int) {
   Backend *b = static_cast<Backend *>(context);
-  const int half = b->spec->kv_layers ? b->spec->rotary_dims / 2 : 0;
-  embed(&b->device, b->embedding, b->batch, b->x, b->hidden_stride,
-        {b->frequency, half, b->cos, b->sin});
+  embed(&b->device, b->embedding, b->batch, b->x, b->hidden_stride, rotary_of(b));
   b->normed_ready = b->norm_owed = false;
 }
 

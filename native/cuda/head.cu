@@ -242,8 +242,7 @@ void draft_columns(Backend *b, bool fetches) {
                            3};
     fetch_plan(&b->device, plan);
   }
-  const int half = s->kv_layers ? s->rotary_dims / 2 : 0;
-  rotary(&b->device, b->batch, {b->frequency, half, b->cos, b->sin});
+  rotary(&b->device, b->batch, rotary_of(b));
   walk(b, kListMtpInput, 0);
   walk(b, kListFull, s->layers);
   for (int first = 0; first < n; first += kHeadBatch) {

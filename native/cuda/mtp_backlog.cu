@@ -64,8 +64,7 @@ void follow(Backend *b, bool fetches) {
         {{b->columns, b->d_columns, b->batch.n, kColumnArrays, b->column_capacity}}, 1};
     fetch_plan(&b->device, plan);
   }
-  const int half = b->spec->kv_layers ? b->spec->rotary_dims / 2 : 0;
-  rotary(&b->device, b->batch, {b->frequency, half, b->cos, b->sin});
+  rotary(&b->device, b->batch, rotary_of(b));
   mtp_follow(b);
 }
 

@@ -16,6 +16,8 @@ namespace ksl {
 enum { kLongRow = 64 };
 enum { kHeadBatch = 32 };  // columns whose logits exist at one time
 
+struct Rotary;
+
 struct LinearWeights {
   Group in;  // qkv, z, b, a
   Group out;
@@ -261,6 +263,7 @@ int load_weights(Backend *b, const TensorTable *tensors, uint64_t *staging, ksl_
 // ---- dispatch.cu
 const StageTable *stage_table(StageList list);
 void walk(Backend *b, StageList list, int layer);
+Rotary rotary_of(const Backend *b);
 void tap_append(Backend *b, Tap tap, int layer, const TapColumns &from);
 // Logits of the first `vocab` ids for the first n columns of head_split, of which `in` is the
 // float32 form.

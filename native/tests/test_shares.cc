@@ -52,18 +52,20 @@ void go_through(const Room &room, int most_warps, bool *any_joined) {
       check(s.slices >= 1 && s.slices <= (m.summed ? ksl::kMaxSlices : 1), "slices", m, room);
       check(s.ways >= 1 && s.ways <= ksl::kMaxStreamWays, "ways", m, room);
       check(s.set_tiles >= 1 && s.set_tiles * s.ways <= most_warps, "warps of a block", m, room);
+      // Every form of stream_many has two stages: one is fetched while one is used.
       for (const bool few : {false, true}) {
-        const int pairs = ksl::stream_pairs(s, few);
+        const int pairs = ksl::stream_pairs(s, few), rows = s.set_tiles - pairs;
+        for (int groups = 1; groups <= (few ? 4 : 2); groups *= 2)
+          check(ksl::stream_many_bytes(s, weights, 2, rows, 2, groups) <= most, "stream_many", m,
+                room);
         check(pairs >= 0 && 2 * pairs <= s.set_tiles, "pairs of tiles", m, room);
         check(
             few ? pairs == s.set_tiles / 2 : most_tiles(s, pairs) <= most_tiles(s, s.set_tiles / 2),
             "tiles of a scheduler", m, room);
       }
-      // Every form of stream_many, with two stages: one is fetched while one is used.
-      for (int tiles_of = 1; tiles_of <= 2; tiles_of++)
-        for (int groups = 1; groups <= 4; groups *= 2)
-          check(ksl::stream_many_bytes(s, weights, 2, tiles_of, groups) <= most, "stream_many", m,
-                room);
+      for (int groups = 1; groups <= 4; groups *= 2)
+        check(ksl::stream_many_bytes(s, weights, 2, s.set_tiles, 1, groups) <= most, "stream_many",
+              m, room);
       // Of stream_quads that of the fewest tokens, which takes what no other does.
       check(ksl::stream_quads_bytes(s, weights, 2, 2, 2) <= most, "stream_quads", m, room);
       const int range = (supers + s.slices - 1) / s.slices;
@@ -76,7 +78,8 @@ void go_through(const Room &room, int most_warps, bool *any_joined) {
       check(joined.shares * joined.slices <= room.processors, "joined blocks", m, room);
       check(joined.shares * joined.set_tiles >= tiles, "one set", m, room);
       check(joined.set_tiles * joined.ways <= most_warps, "warps that join", m, room);
-      check(ksl::stream_many_bytes(joined, weights, 2, 1, 1) <= most, "joined", m, room);
+      check(ksl::stream_many_bytes(joined, weights, 2, joined.set_tiles, 1, 1) <= most, "joined", m,
+            room);
     }
   }
 }

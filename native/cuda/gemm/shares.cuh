@@ -57,11 +57,12 @@ constexpr int64_t stream_few_bytes(const Shares &s, int weights, int stages, int
 constexpr int64_t stream_given_bytes(const Shares &s, int tokens) {
   return static_cast<int64_t>(s.set_tiles) * tokens * 64;
 }
-constexpr int64_t stream_many_bytes(const Shares &s, int weights, int stages, int tiles,
+// rows: of warps, each with room for the sums of so many tiles.
+constexpr int64_t stream_many_bytes(const Shares &s, int weights, int stages, int rows, int tiles,
                                     int groups) {
   const int64_t part = s.set_tiles * weights + groups * kSuperBytes;
-  return stages * (s.ways * part + 16) + static_cast<int64_t>((s.set_tiles + tiles - 1) / tiles) *
-                                             (s.ways - 1) * tiles * groups * 512;
+  return stages * (s.ways * part + 16) +
+         static_cast<int64_t>(rows) * (s.ways - 1) * tiles * groups * 512;
 }
 
 // How many rows of warps of stream_many have two tiles, where the others have one: as many as leave
@@ -125,7 +126,7 @@ constexpr bool stream_makes_norm(const Shares &s, int weights, int runs, bool fl
 
 // Whether the largest of them has two stages.
 constexpr bool stream_fits(const Shares &s, int weights, const Room &room) {
-  return stream_many_bytes(s, weights, 2, 2, 4) <= stream_most(room);
+  return stream_many_bytes(s, weights, 2, (s.set_tiles + 1) / 2, 2, 4) <= stream_most(room);
 }
 
 // Divides a product among the processors, with enough warps on each. summed: its reader adds
@@ -175,8 +176,9 @@ inline Shares join_slices(const Shares &s, int all_tiles, int weights, const Roo
   joined.set_tiles = (all_tiles + joined.shares - 1) / joined.shares;
   const int warps = joined.set_tiles * joined.ways;
   const int most = s.set_tiles * s.ways > kSmallStreamWarps ? kMaxStreamWarps : kSmallStreamWarps;
-  const bool fits = warps <= most && joined.shares * joined.slices >= s.shares * s.slices &&
-                    stream_many_bytes(joined, weights, 2, 1, 1) <= stream_most(room);
+  const bool fits =
+      warps <= most && joined.shares * joined.slices >= s.shares * s.slices &&
+      stream_many_bytes(joined, weights, 2, joined.set_tiles, 1, 1) <= stream_most(room);
   return fits ? joined : s;
 }
 

@@ -152,9 +152,7 @@ void run_many(Device *device, StreamArgs a) {
   const int all = small_blocks(device) ? kSmallStreamWarps : kMaxStreamWarps;
   if (a.plain_warps == kMaxPlainWarps && warps >= all / kTiles) a.plain_warps--;
   const auto bytes = [&](int stages) {
-    const int more = rows - divide_up(a.set_tiles, kTiles);  // each as if it had kTiles
-    return stream_many_bytes(shares_of(a), a.pitch, stages, kTiles, kGroups) +
-           more * (a.ways - 1) * kTiles * kGroups * 512;
+    return stream_many_bytes(shares_of(a), a.pitch, stages, rows, kTiles, kGroups);
   };
   const int64_t beside = stream_most_beside(device->room);
   const bool leaves =
