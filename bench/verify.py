@@ -40,7 +40,8 @@ class Synthetic:
 
 async def costs(args: argparse.Namespace, report: Report, streams: int) -> None:
     """Verify waves of n tokens a row, and rounds of MTP drafts, beside plain waves. KV rows and
-    state hold whatever they hold, which costs the same."""
+    state hold whatever they hold, which costs the same. A wave ends with its samples; what the
+    device does behind them is in `turn`, from a start to the next, where it makes that wait."""
     made = Synthetic(args, streams)
     runner = Runner(made.engine)
     rng = np.random.default_rng(5)
@@ -48,8 +49,9 @@ async def costs(args: argparse.Namespace, report: Report, streams: int) -> None:
     setup(wave, streams, made.per_slot)
     await runner.run(wave)
 
-    async def take(n: int, propose: int) -> tuple[float, float]:
-        times, drafts = [], []
+    async def take(n: int, propose: int) -> tuple[float, float, float]:
+        """Milliseconds of a wave, of its drafts, and from its start to that of the next."""
+        times, drafts, starts = [], [], []
         for turn in range(args.waves):
             rows = []
             for slot in range(streams):
@@ -62,13 +64,19 @@ async def costs(args: argparse.Namespace, report: Report, streams: int) -> None:
             done = await runner.run(Wave(0, rows=rows))
             times.append((done.ended_ns - done.started_ns - done.drafts_ns) / 1e6)
             drafts.append(done.drafts_ns / 1e6)
-        return statistics.median(times[3:]), statistics.median(drafts[3:])
+            starts.append(done.started_ns / 1e6)
+        turns = np.diff(starts[3:])
+        return statistics.median(times[3:]), statistics.median(drafts[3:]), float(np.median(turns))
 
-    plain, _ = await take(1, 0)
-    figures = {f"verify_{n}": (await take(n, 0))[0] / plain for n in (2, 4, 8, 16)}
+    widths = (2, 4, 8, 16)
+    plain, _, plain_turn = await take(1, 0)
+    taken = {n: await take(n, 0) for n in widths}
+    figures = {f"verify_{n}": taken[n][0] / plain for n in widths}
+    figures |= {f"turn_{n}": taken[n][2] / plain_turn for n in widths}
     steps = {k: (await take(1, k))[1] for k in (1, 4)}
     report.add(
-        "cost", model=args.model, streams=streams, plain_ms=plain, **figures,
+        "cost", model=args.model, streams=streams, plain_ms=plain, plain_turn_ms=plain_turn,
+        **figures,
         first_draft_ms=steps[1], next_draft_ms=(steps[4] - steps[1]) / 3,
         draft_share=steps[1] / plain,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kslserve.engine import abi
 
-__version__ = "0.11.0"
+__version__ = "0.12.0"
 
 
 def _check_native() -> None:

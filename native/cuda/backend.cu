@@ -353,6 +353,14 @@ int plan_rows(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
   return KSL_OK;
 }
 
+bool move_state(const ksl_op *ops, int n) {
+  for (int i = 0; i < n; i++) {
+    const int kind = ops[i].kind;
+    if (kind != KSL_OP_CONFIGURE && kind != KSL_OP_MASK && kind != KSL_OP_FORCE) return true;
+  }
+  return false;
+}
+
 bool abandoned(const Backend *b) {
   return b->wave->abandon && b->wave->abandon->load();
 }
@@ -514,14 +522,19 @@ int run_columns(Backend *b) {
   upload(b, b->d_runs, b->runs, b->n_runs * sizeof(ChunkRun));
   if (!b->shaped) upload_columns(b, b->batch.n);
   upload_head(b);
-  expect_samples(b);
+  // The kernels of a shape fetch what is planned, so it is theirs no more when samples arrive.
+  expect_samples(b, b->shaped, b->head_jobs);
   const int code = launch(b);
   if (code) return code;
   finish_head(b);
   if (b->device.error != cudaSuccess) return KSL_FATAL;
   if (b->n_kept > 0) {
-    for (int r = 0; r < b->n_rows; r++) b->row_info[r].committed = b->rows[r].committed;
-    upload(b, b->d_rows, b->row_info, b->n_rows * sizeof(RowInfo));
+    // Not where the next wave's plan will be, which may be made before this is fetched.
+    for (int r = 0; r < b->n_rows; r++) {
+      b->committed[r] = b->row_info[r];
+      b->committed[r].committed = b->rows[r].committed;
+    }
+    upload(b, b->d_rows, b->committed, b->n_rows * sizeof(RowInfo));
     if (s->linear_layers) commit_kept(b);
     keep_hidden(b);
   }
@@ -544,7 +557,7 @@ int cuda_run(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
   }
   fetch_images(b, wave);
   for (int i = 0; i < wave->n_before; i++) run_op(b, &wave->before[i], i);
-  b->ends_sampled = false;
+  b->awaited = false;
   int code = plan_rows(b, wave, done, error);
   if (code) return code;
   if (b->batch.n > 0) code = run_columns(b);
@@ -556,7 +569,7 @@ int cuda_run(Backend *b, const Wave *wave, ksl_done *done, ksl_error *error) {
   }
   for (int i = 0; i < wave->n_after && !code; i++) run_op(b, &wave->after[i], wave->n_before + i);
   // Images and taps are the caller's when the wave ends.
-  if (!b->ends_sampled) synchronize(b, "running a wave");
+  if (!b->awaited || moves_state(wave)) synchronize(b, "running a wave");
   mover_finish(&b->mover, &b->device);
   b->wave = nullptr;
   if (b->device.error != cudaSuccess)
@@ -595,6 +608,10 @@ void run_shaped(Backend *b, GraphShape shape, void (*work)(Backend *)) {
   } else {
     work(b);
   }
+}
+
+bool moves_state(const Wave *wave) {
+  return move_state(wave->before, wave->n_before) || move_state(wave->after, wave->n_after);
 }
 
 const BackendOps *default_backend(void) {

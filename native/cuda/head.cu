@@ -158,28 +158,29 @@ namespace {
 // What no kernel writes as a sample.
 constexpr int32_t kNotSampled = INT32_MIN;
 
-// Waits for the samples of a wave that ends with them. They are in the host's memory before the
-// device tells that all is done, which is asked for now and then, since it may have failed.
-bool await_samples(Backend *b) {
+}  // namespace
+
+void expect_samples(Backend *b, bool awaited, int n) {
+  b->awaited = awaited && n > 0;
+  for (int i = 0; i < n && b->awaited; i++) b->ids[i] = kNotSampled;
+}
+
+// They are in the host's memory before the device tells that all is done, which is asked for now
+// and then, since it may have failed.
+bool await_samples(Backend *b, int n, const char *what) {
+  if (!b->awaited) return synchronize(b, what);
   constexpr int kAsk = 1 << 14;
   const volatile int32_t *ids = b->ids;
-  for (int i = 0, looks = 1; i < b->head_jobs; looks++) {
+  for (int i = 0, looks = 1; i < n; looks++) {
     if (ids[i] != kNotSampled) {
       i++;
     } else if (looks % kAsk == 0 && cudaStreamQuery(b->device.stream) != cudaErrorNotReady) {
-      return synchronize(b, "running a wave");
+      return synchronize(b, what);
     } else {
       thread_relax();
     }
   }
   return true;
-}
-
-}  // namespace
-
-void expect_samples(Backend *b) {
-  b->ends_sampled = b->plain && b->shaped && b->n_jobs > 0;
-  for (int i = 0; i < b->head_jobs && b->ends_sampled; i++) b->ids[i] = kNotSampled;
 }
 
 // Waits for the samples and applies them.
@@ -192,7 +193,7 @@ void finish_head(Backend *b) {
                  "copying samples");
   };
   fetch(b->entries, b->d_entries, b->logprob_entries * sizeof(ksl_logprob));
-  if (b->ends_sampled ? !await_samples(b) : !synchronize(b, "running a wave")) return;
+  if (!await_samples(b, b->head_jobs, "running a wave")) return;
   int logprob = 0;
   for (int i = 0; i < b->n_jobs; i++) {
     RowPlan *row = &b->rows[b->jobs[i].row];
@@ -316,6 +317,7 @@ void mtp_propose(Backend *b) {
     form_splits(b);
     b->hidden_of = step > 0 ? kOfChain : kOfSlabs;
     b->head_direct = !b->taps && columns <= kHeadBatch;
+    expect_samples(b, shaped, columns);
     if (shaped) {
       run_shaped(b, {kDraftPart, columns, 0, 0, step > 0, 0, b->head_direct, 0},
                  [](Backend *of) { draft_columns(of, true); });
@@ -325,7 +327,7 @@ void mtp_propose(Backend *b) {
       upload(b, b->d_sample_jobs, b->sample_jobs, columns * sizeof(SampleJob));
       draft_columns(b, false);
     }
-    if (!synchronize(b, "drafting")) break;
+    if (!await_samples(b, columns, "drafting")) break;
     for (int i = 0; i < n; i++) {
       RowPlan *row = &b->rows[jobs[i].row];
       Slot *slot = row->slot;

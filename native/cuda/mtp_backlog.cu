@@ -13,14 +13,6 @@ namespace ksl {
 
 namespace {
 
-bool moves_state(const ksl_op *ops, int n) {
-  for (int i = 0; i < n; i++) {
-    const int kind = ops[i].kind;
-    if (kind != KSL_OP_CONFIGURE && kind != KSL_OP_MASK && kind != KSL_OP_FORCE) return true;
-  }
-  return false;
-}
-
 int room(const Backend *b) {
   return b->column_capacity < kMostWaiting ? b->column_capacity : kMostWaiting;
 }
@@ -28,8 +20,7 @@ int room(const Backend *b) {
 bool is_plain(const Backend *b) {
   const Wave *wave = b->wave;
   if (wave->n_taps > 0 || wave->n_rows > room(b)) return false;
-  if (moves_state(wave->before, wave->n_before) || moves_state(wave->after, wave->n_after))
-    return false;
+  if (moves_state(wave)) return false;
   for (int i = 0; i < wave->n_rows; i++) {
     const ksl_row *row = &wave->rows[i];
     if (row->propose > 0 || row->n_cuts > 0 || row_tokens(wave, row, &b->slots[row->slot]).n > 1)

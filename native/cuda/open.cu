@@ -322,6 +322,7 @@ int make_scratch(Backend *b, ksl_error *error) {
   b->d_ids = own_many<int32_t>(b, jobs);
   b->rows = alloc_many<RowPlan>(b->alloc, slots);
   b->row_info = pinned_many<RowInfo>(b, slots);
+  b->committed = pinned_many<RowInfo>(b, slots);
   b->columns = pinned_many<int32_t>(b, kColumnArrays * most);
   b->jobs = alloc_many<HeadJob>(b->alloc, jobs);
   b->job_columns = pinned_many<int32_t>(b, jobs);
@@ -360,6 +361,7 @@ int make_scratch(Backend *b, ksl_error *error) {
                               b->d_ids,
                               b->rows,
                               b->row_info,
+                              b->committed,
                               b->columns,
                               b->jobs,
                               b->job_columns,

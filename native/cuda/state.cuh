@@ -136,7 +136,8 @@ struct Backend {
   // the running wave, on the host; upload copies it, or fetch_plan what is pinned
   const Wave *wave;
   RowPlan *rows;
-  RowInfo *row_info;  // [slots], pinned
+  RowInfo *row_info;   // [slots], pinned
+  RowInfo *committed;  // [slots], pinned: the rows once it is known what they keep
   int n_rows, n_kept;
   int shape_rows;  // n_rows, and rows without a column that fill up a shape
   int n_short;     // columns of rows that are not tiled
@@ -202,8 +203,8 @@ struct Backend {
   // The wave is rows of one column, and does nothing else to state that is not their own: the last
   // norm keeps hidden states, and MTP keys wait.
   bool plain;
-  bool ends_sampled;  // nothing comes behind its samples
-  bool shaped;        // the wave is decode and VERIFY rows, filled up to one of few shapes
+  bool awaited;  // samples are awaited where they arrive, not with all that was launched
+  bool shaped;   // the wave is decode and VERIFY rows, filled up to one of few shapes
   bool taps;
   int most_position;
   int column_capacity;
@@ -287,12 +288,17 @@ void blank_column(Backend *b, int column);
 // before. Rounds most_position up.
 void run_shaped(Backend *b, GraphShape shape, void (*work)(Backend *));
 
+// Whether its operations touch slabs, blocks or images.
+bool moves_state(const Wave *wave);
+
 // ---- head.cu
 // Lists the columns of the head; uploads what it needs; run_head only launches.
 void plan_head(Backend *b);
 void upload_head(Backend *b);
-// Before the launches of a wave whose columns are planned: whether it ends with its samples.
-void expect_samples(Backend *b);
+// Before the launches that leave `n` samples in `ids`: whether these are awaited one by one.
+void expect_samples(Backend *b, bool awaited, int n);
+// Waits for them, or for all that was launched; false where that failed.
+bool await_samples(Backend *b, int n, const char *what);
 Split head_split_of(const Backend *b, int n);  // for n columns
 void run_head(Backend *b);
 // Logits of all columns of `from`, a tap.

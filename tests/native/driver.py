@@ -6,7 +6,8 @@ Deliberately apart from `kslserve.engine.native`: what it finds is the library, 
 from __future__ import annotations
 
 import select
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,6 +139,7 @@ class Driver:
         self.info = ffi.new("ksl_info *")
         self.library.ksl_get_info(self.engine, self.info)
         self._records = ffi.new("ksl_done[]", 64)
+        self._polled: deque[Any] = deque()
         self._wave_id = 0
 
     def __enter__(self) -> Driver:
@@ -167,6 +169,18 @@ class Driver:
     ) -> WaveResult:
         """Submit one wave, wait for it. Taps come as [columns, width] float32, flat where rows
         ran fewer columns than they name."""
+        return self.submit(rows, before=before, after=after, edits=edits, taps=taps)()
+
+    def submit(
+        self,
+        rows: Sequence[Row] = (),
+        *,
+        before: Sequence[StateOp] = (),
+        after: Sequence[StateOp] = (),
+        edits: Sequence[TableEdit] = (),
+        taps: Sequence[str] = (),
+    ) -> Callable[[], WaveResult]:
+        """The same without waiting, two waves at most: what it returns waits, in order."""
         keep: list[Any] = []
         wave = ffi.new("ksl_wave *")
         self._wave_id += 1
@@ -212,49 +226,56 @@ class Driver:
         wave.n_taps, wave.taps = len(taps), tap_array
         error = ffi.new("ksl_error *")
         self._check(self.library.ksl_submit(self.engine, wave, error), error)
-        result = WaveResult()
-        for record in self._drain():
-            out = row_array[record.row]
-            entries = None
-            if out.logprobs != ffi.NULL:
-                per = 1 + out.top_n
-                count = record.n_tokens if rows[record.row].kind != RowKind.SCORE else out.n
-                entries = [
-                    [(e.id, e.logprob) for e in out.logprobs[i * per : (i + 1) * per]]
-                    for i in range(count)
-                ]
-            result.rows.append(
-                RowResult(
-                    list(record.tokens)[: record.n_tokens],
-                    record.position,
-                    record.accepted,
-                    record.proposed,
-                    record.flags,
-                    entries,
-                    list(record.drafts)[: record.proposed],
-                )
-            )
-        for index, (name, array) in enumerate(zip(taps, arrays, strict=True)):
-            written = tap_array[index].written
-            assert written <= array.size
-            shape = (columns, -1) if written and written % columns == 0 else (-1,)
-            result.taps[name] = array[:written].reshape(shape)
-        return result
+        number = self._wave_id
 
-    def _drain(self) -> list[Any]:
+        def wait() -> WaveResult:
+            assert keep is not None  # the wave points into it
+            result = WaveResult()
+            for record in self._drain(number):
+                out = row_array[record.row]
+                entries = None
+                if out.logprobs != ffi.NULL:
+                    per = 1 + out.top_n
+                    count = record.n_tokens if rows[record.row].kind != RowKind.SCORE else out.n
+                    entries = [
+                        [(e.id, e.logprob) for e in out.logprobs[i * per : (i + 1) * per]]
+                        for i in range(count)
+                    ]
+                result.rows.append(
+                    RowResult(
+                        list(record.tokens)[: record.n_tokens],
+                        record.position,
+                        record.accepted,
+                        record.proposed,
+                        record.flags,
+                        entries,
+                        list(record.drafts)[: record.proposed],
+                    )
+                )
+            for index, (name, array) in enumerate(zip(taps, arrays, strict=True)):
+                written = tap_array[index].written
+                assert written <= array.size
+                shape = (columns, -1) if written and written % columns == 0 else (-1,)
+                result.taps[name] = array[:written].reshape(shape)
+            return result
+
+        return wait
+
+    def _drain(self, wave: int) -> list[Any]:
         records: list[Any] = []
         descriptor = self.library.ksl_event_fd(self.engine)
         while True:
-            assert select.select([descriptor], [], [], 60)[0], "the wave did not end"
-            n = self.library.ksl_poll(self.engine, self._records, len(self._records))
-            for i in range(n):
-                record = self._records[i]
+            while self._polled:
+                record = self._polled.popleft()
+                assert record.wave == wave
                 if record.flags & lib.KSL_DONE_WAVE_END:
                     assert record.status == lib.KSL_OK
-                    assert record.wave == self._wave_id
                     return records
-                copy = ffi.new("ksl_done *", record)
-                records.append(copy)
+                records.append(record)
+            n = self.library.ksl_poll(self.engine, self._records, len(self._records))
+            self._polled.extend(ffi.new("ksl_done *", self._records[i]) for i in range(n))
+            if n == 0:
+                assert select.select([descriptor], [], [], 60)[0], "the wave did not end"
 
     def _ops(self, keep: list[Any], ops: Sequence[StateOp]) -> Any:
         array = ffi.new("ksl_op[]", max(1, len(ops)))
