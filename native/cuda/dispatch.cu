@@ -272,6 +272,7 @@ void step_rows(Backend *b, const LayerWeights &w) {
   a.value_stride = b->value_stride;
   a.split = split_for(w.linear.out, b->value_split);
   a.eps = b->spec->norm_eps;
+  a.beside = leaves_room(b->device, w.linear.in, b->batch.n);
   gdn_step(&b->device, a);
 }
 

@@ -66,6 +66,16 @@ inline bool raise_shared(Device *device, void (*kernel)(P...), size_t bytes) {
                     "preparing a kernel");
 }
 
+// Lets a processor that runs a kernel have as much shared memory as it can: what is to come up
+// beside it may need what the kernel itself does not.
+template <class... P>
+inline bool prefer_shared(Device *device, void (*kernel)(P...)) {
+  return keep_error(device,
+                    cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                         cudaSharedmemCarveoutMaxShared),
+                    "preparing a kernel");
+}
+
 #define KSL_CHAIN(device, name, kernel, grid, block, ...) \
   ksl::launch_chained((device), (name), (kernel), (grid), (block), 0, __VA_ARGS__)
 

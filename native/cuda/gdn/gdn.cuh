@@ -107,6 +107,7 @@ struct StepArgs {
   int n_rows, max_rows;
   bool single;     // no row has more than one token
   bool long_rows;  // so many tokens that two blocks a head are sooner done
+  bool beside;     // the product in front leaves room for a block of a processor
   int together;    // blocks that the device takes at one time
 };
 // Whether it is there for such heads.

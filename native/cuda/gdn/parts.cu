@@ -379,6 +379,7 @@ __global__ void __cluster_dims__(kParts) __maxnreg__(kRegisters)
       return out;
     };
     unsigned to = outs;
+    __syncwarp();  // so that sums of lanes need not ask who is there
 #pragma unroll 1
     for (int t = 0; t < m; t += 2, to += kDim * sizeof(float)) {
       const Lane first = take_token(t);
@@ -425,8 +426,14 @@ __global__ void __cluster_dims__(kParts) __maxnreg__(kRegisters)
 }  // namespace
 
 void gdn_parts(Device *device, const StepArgs &a) {
-  KSL_CHAIN(device, "gdn_step", parts_kernel, dim3(a.shape.value_heads * kParts, a.n_rows),
-            kThreads, a);
+  const dim3 blocks(a.shape.value_heads * kParts, a.n_rows);
+  // Two blocks on one processor would end last. Beside a product there is no room for a second one;
+  // else they ask for so much.
+  const int most = device->room.processor_bytes / 2;
+  static const bool raised = raise_shared(device, parts_kernel, most);
+  (void)raised;  // the engine has one thread
+  const bool apart = !a.beside && static_cast<int>(blocks.x * blocks.y) <= device->room.processors;
+  launch_chained(device, "gdn_step", parts_kernel, blocks, kThreads, apart ? most : 0, a);
 }
 
 }  // namespace ksl

@@ -123,6 +123,13 @@ bool takes_sum(const Device &device, const Group &group, int tokens);
 // Whether the norm can be made.
 bool takes_norm(const Device &device, const Group &group, int width, int tokens);
 
+// Whether the product leaves registers and shared memory for a block of 256 threads of the kernel
+// behind it, see stream_many.
+inline bool leaves_room(const Device &device, const Group &group, int tokens) {
+  return device.room.block_bytes > kSmallRoom && group.n_packed == 1 &&
+         group.packed[0].encoding == KSL_ENC_NVFP4 && tokens <= 16;
+}
+
 // Whether x is read for such a split.
 bool plain_reads_floats(const Group &group, const Split &split);
 

@@ -143,7 +143,8 @@ bool run_few_beside(Device *device, const StreamArgs &a) {
 template <int kEncoding, int kTiles, int kGroups>
 void run_many(Device *device, StreamArgs a) {
   const auto kernel = stream_many<kEncoding, kTiles, kGroups>;
-  static const bool raised = raise_shared(device, kernel, stream_most(device->room));
+  static const bool raised =
+      raise_shared(device, kernel, stream_most(device->room)) && prefer_shared(device, kernel);
   (void)raised;
   constexpr bool kMixed = kMixedRows<kEncoding, kTiles>;
   a.pairs = kTiles == 2 ? stream_pairs(shares_of(a), !kMixed || small_blocks(device)) : 0;
@@ -151,6 +152,11 @@ void run_many(Device *device, StreamArgs a) {
   // One less beside all the warps that a block of weights can have.
   const int all = small_blocks(device) ? kSmallStreamWarps : kMaxStreamWarps;
   if (a.plain_warps == kMaxPlainWarps && warps >= all / kTiles) a.plain_warps--;
+  // Where the next kernel is to have registers, no more than what gives every block an equal part.
+  const int plain_rows = a.plain.n > 0 ? a.plain.first_row[a.plain.n] : 0;
+  const int sets = divide_up(a.tokens, kPlainTokens), blocks = a.shares * a.slices;
+  while (kMixed && a.plain_warps > 1 && divide_up(plain_rows, a.plain_warps - 1) * sets <= blocks)
+    a.plain_warps--;
   const auto bytes = [&](int stages) {
     return stream_many_bytes(shares_of(a), a.pitch, stages, rows, kTiles, kGroups);
   };

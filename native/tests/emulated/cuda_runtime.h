@@ -380,7 +380,11 @@ inline size_t __cvta_generic_to_shared(const void *p) {
 // ---- launches
 typedef void *cudaStream_t;
 enum cudaError_t { cudaSuccess };
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaFuncAttribute {
+  cudaFuncAttributeMaxDynamicSharedMemorySize,
+  cudaFuncAttributePreferredSharedMemoryCarveout
+};
+constexpr int cudaSharedmemCarveoutMaxShared = 100;
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
 enum cudaLaunchAttributeID {
   cudaLaunchAttributeProgrammaticStreamSerialization,
