@@ -2,11 +2,13 @@
 hundred times slower than they are.
 
     python -m tests.device.sanitized [memcheck racecheck ...]
+    python -m tests.device.sanitized --waves [MODEL ...]
     python -m tests.device.sanitized --missing
 
-The first runs the waves under these tools of compute-sanitizer, by default both, and fails where
-one finds something. The second, under ncu, names the kernels of the sources that the waves do
-not launch: those for other devices, and the one that faults on purpose.
+The first runs the waves under these tools of compute-sanitizer, by default both, one model after
+the other, and fails where one finds something. The second just runs those of some models, by
+default of all. The third, under ncu, names the kernels of the sources that the waves do not launch:
+those for other devices, and the one that faults on purpose.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +87,7 @@ def deep(stream: Stream, depth: int, n: int, kind: RowKind = RowKind.PREFILL) ->
 
 
 def rows(driver: Driver, depth: int, *, drafts: bool) -> None:
-    """Prompts, cuts, products of every number of columns, given drafts, and rows behind `depth`
-    keys; drafts: MTP's too."""
+    """Prompts, cuts, given drafts, and rows behind `depth` keys; drafts: MTP's too."""
     first, long, other, third = (driver.begin(slot, sampling=HOT) for slot in range(4))
     wave = [
         long.row(RowKind.PREFILL, IDS[:70], cuts=((30, 6),)),
@@ -97,9 +99,14 @@ def rows(driver: Driver, depth: int, *, drafts: bool) -> None:
     first.run(first.row(RowKind.VERIFY, [-1, 5, 6, 7], draft=Draft.GIVEN, propose=2 * drafts))
     if drafts:
         first.run(first.row(RowKind.VERIFY, [-1], 3, draft=Draft.OWN))
+
+
+def columns(driver: Driver, depth: int) -> None:
+    """Products of every number of columns, and two rows of one behind `depth` keys."""
+    stream, other = driver.begin(0, sampling=HOT), driver.begin(1, sampling=HOT)
     for n in (1, 2, 4, 7, 16, 30):
-        other.prefill(IDS[:n])
-    driver.wave([deep(third, depth, 1, RowKind.LAST), deep(other, depth, 1, RowKind.LAST)])
+        stream.prefill(IDS[:n])
+    driver.wave([deep(stream, depth, 1, RowKind.LAST), deep(other, depth, 1, RowKind.LAST)])
 
 
 def steps(driver: Driver) -> None:
@@ -131,26 +138,38 @@ def states(driver: Driver) -> None:
     driver.wave(before=ops)
 
 
-def everything(driver: Driver) -> None:
-    rows(driver, DEPTH, drafts=True)
-    states(driver)
+def single(driver: Driver) -> None:
+    driver.begin(0).prefill([5])
 
 
-def waves(library: CudaLibrary) -> None:
-    library.read_bandwidth(1 << 20)
+def models() -> dict[str, tuple[ModelSpec, str, dict[str, Any], Callable[[Driver], None]]]:
+    """By name: a spec, how its tensors are encoded, options of the driver, its waves."""
     tiny = replace(spec_named("tiny"), layer_kinds=("linear", "full"))
-    plain = partial(rows, depth=PLAIN_DEPTH, drafts=True)
+    many = replace(heads(), hidden=1536, lin_value_heads=48)
     packed = partial(rows, depth=DEPTH, drafts=False)
-    models: list[tuple[str, ModelSpec, str, dict[str, Any], Callable[[Driver], None]]] = [
-        ("any sizes", tiny, "mixed", {"kv": "f32"}, plain),
-        ("made there", tiny, "made", {"kv": "bf16"}, lambda driver: driver.begin(0).prefill([5])),
-        ("NVFP4", heads(), "nvfp4", {"kv": "q4"}, everything),
-        ("FP6", heads(), "e2m3", {"kv": "fp8"}, packed),
-        ("bf16", heads(), "bf16", {"kv": "bf16"}, packed),
-        ("steps", replace(heads(), hidden=1536, lin_value_heads=48), "nvfp4", {"kv": "q4"}, steps),
-        ("portable", heads(), "nvfp4", {"kv": "q4", "portable": True}, prompts),
-    ]
-    for name, spec, policy, options, use in models:
+    streamed = partial(columns, depth=DEPTH)
+    return {
+        "any-sizes": (tiny, "mixed", {"kv": "f32"}, partial(rows, depth=PLAIN_DEPTH, drafts=True)),
+        "any-columns": (tiny, "mixed", {"kv": "f32"}, partial(columns, depth=PLAIN_DEPTH)),
+        "made": (tiny, "made", {"kv": "bf16"}, single),
+        "nvfp4": (heads(), "nvfp4", {"kv": "q4"}, partial(rows, depth=DEPTH, drafts=True)),
+        "nvfp4-columns": (heads(), "nvfp4", {"kv": "q4"}, streamed),
+        "states": (heads(), "nvfp4", {"kv": "q4"}, states),
+        "fp6": (heads(), "e2m3", {"kv": "fp8"}, packed),
+        "fp6-columns": (heads(), "e2m3", {"kv": "fp8"}, streamed),
+        "bf16": (heads(), "bf16", {"kv": "bf16"}, packed),
+        "bf16-columns": (heads(), "bf16", {"kv": "bf16"}, streamed),
+        "steps": (many, "nvfp4", {"kv": "q4"}, steps),
+        "portable": (heads(), "nvfp4", {"kv": "q4", "portable": True}, prompts),
+    }
+
+
+MODELS = tuple(models())
+
+
+def waves(library: CudaLibrary, names: Sequence[str]) -> None:
+    for name in names:
+        spec, policy, options, use = models()[name]
         begun = time.monotonic()
         sizes = {"blocks": 4 * 132, "blocks_per_slot": 132, "wave_columns": 128}
         driver = Driver(
@@ -159,13 +178,15 @@ def waves(library: CudaLibrary) -> None:
         with driver:
             use(driver)
         print(f"{name}: {time.monotonic() - begun:.1f} s", flush=True)
+    library.read_bandwidth(1 << 20)
 
 
-def under(tool: str) -> str:
-    """What a tool says to the waves. AssertionError where it found something, or they failed."""
+def under(tool: str, model: str) -> str:
+    """What a tool says to the waves of a model. AssertionError where it found something, or they
+    failed."""
     program = shutil.which(PROGRAM) or f"/usr/local/cuda/bin/{PROGRAM}"
     command = [program, "--tool", tool, "--print-limit", "1000"]
-    command += [sys.executable, "-m", "tests.device.sanitized", "--waves"]
+    command += [sys.executable, "-m", "tests.device.sanitized", "--waves", model]
     done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
     text = done.stdout + done.stderr
     assert done.returncode == 0, text[-4000:]
@@ -192,15 +213,17 @@ def missing() -> set[str]:
 
 
 def main(arguments: list[str]) -> int:
-    if arguments == ["--waves"]:
-        waves(load_library())
+    if arguments[:1] == ["--waves"]:
+        waves(load_library(), arguments[1:] or MODELS)
         return 0
     if arguments == ["--missing"]:
         print(*sorted(missing()))
         return 0
-    for tool in arguments or TOOLS:
+    for tool, model in product(arguments or TOOLS, MODELS):
         begun = time.monotonic()
-        print(under(tool), f"{tool}: nothing in {time.monotonic() - begun:.0f} s", flush=True)
+        print(
+            under(tool, model), f"{tool}: nothing in {time.monotonic() - begun:.0f} s", flush=True
+        )
     return 0
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from kslserve.engine.cuda import CudaLibrary
 from tests.device.races import DISASSEMBLER, findings, functions, mangled
-from tests.device.sanitized import PROGRAM, ROOT, TOOLS, under
+from tests.device.sanitized import MODELS, PROGRAM, ROOT, TOOLS, under
 
 RACE = """
 ========= Error: Race reported between {} access at void ksl::<unnamed>::{}<(int)4, (bool)0>(A)+0x{}
@@ -75,11 +75,12 @@ def test_what_is_a_finding() -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("tool", TOOLS)
-def test_nothing_is_found(cuda: CudaLibrary, tool: str) -> None:
+def test_nothing_is_found(cuda: CudaLibrary, tool: str, model: str) -> None:
     for program in (PROGRAM, DISASSEMBLER):
         found(program)
-    assert "portable: " in under(tool)
+    assert f"{model}: " in under(tool, model)
 
 
 @pytest.fixture(scope="module")

@@ -56,7 +56,8 @@ __device__ inline void bulk_load(unsigned to, const void *from, unsigned bytes, 
       : "memory");
 }
 // Blocks of a cluster, which have begun, with all that came before this call, when
-// cluster_began returns. All threads arrive once.
+// cluster_began returns. All threads arrive once and wait once: the tools that instrument kernels
+// wait for those that do not.
 __device__ inline void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }

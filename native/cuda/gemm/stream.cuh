@@ -297,7 +297,6 @@ template <int kTokens>
 __device__ inline void add_rows(const StreamArgs &a, int tile, int slice, int lane, float *given,
                                 unsigned came, const float (&before)[4], const float (&c)[4]) {
   const bool first = slice + 1 < a.slices;
-  if (first) cluster_began();
   if (!first && a.slices > 1) bulk_wait(came, 0);
 #pragma unroll
   for (int i = 0; i < 4; i++) {
@@ -527,12 +526,14 @@ __device__ inline void few(const StreamArgs &a) {
       }
       from += a.set_tiles * tile_bytes;
     }
+    if (!kNorm && a.adds) cluster_began();
     return;
   }
   float *others = reinterpret_cast<float *>(x + share.range * 8 * kPart);
   if constexpr (!kNorm) {
     if (a.adds && threadIdx.x == 0)
       bulk_expect(shared_at(&came), (share.last - share.first) * kTokens * 64);
+    if (a.adds) cluster_began();
     wait_before();
     copy_tokens<kLanes>(reinterpret_cast<const uint4 *>(a.x) + share.begin * 8 * 32,
                         reinterpret_cast<uint4 *>(x), share.range * 8 * kLanes, warps * 32);
