@@ -61,7 +61,8 @@ void follow(Backend *b, bool fetches) {
 
 void make_waiting(Backend *b) {
   const int capacity = b->column_capacity, n = b->n_waiting;
-  int columns = shape_columns(n);
+  int columns = 1;  // a shape takes little longer than the one before
+  while (columns < n) columns *= 2;
   const bool shaped = columns <= capacity;
   if (!shaped) columns = n;
   for (int i = 0; i < columns; i++) {
