@@ -34,10 +34,7 @@ bool grow_entries(Backend *b, int n) {
 
 // Counts one committed id, as common/sample.cc does; true if it ends the sequence.
 bool commit_id(Backend *b, int index, Slot *slot, int32_t id) {
-  if (slot->use_counts) {
-    upload(b, b->d_ids, &id, sizeof id);
-    mark_ids(&b->device, b->slot_arrays, index, b->d_ids, 1, true);
-  }
+  if (slot->use_counts) mark_output(&b->device, b->slot_arrays, index, id);
   slot->last_token = id;
   for (int i = 0; i < slot->n_stop; i++)
     if (slot->stop_ids[i] == id) slot->latched = true;

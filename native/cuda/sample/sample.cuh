@@ -50,9 +50,11 @@ void sample_drafts(Device *device, const SlotArrays &slots, const SampleJob *job
                    float margin, const float *logits, const SampleScratch &scratch, int64_t stride,
                    int32_t *ids);
 
-// Marks prompt or output ids of a slot. counted: output ids.
+// Marks prompt or output ids of a slot, which are on the device. counted: output ids.
 void mark_ids(Device *device, const SlotArrays &slots, int slot, const int32_t *ids, int n,
               bool counted);
+// Marks one output id.
+void mark_output(Device *device, const SlotArrays &slots, int slot, int32_t id);
 
 struct LogprobJob {
   int32_t row;      // of logits
