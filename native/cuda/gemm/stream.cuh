@@ -185,6 +185,53 @@ __device__ inline void write_group(const StreamArgs &a, int tile, int slice, int
   write_rows(a, tile, slice, token + 1, lane >> 2, c[1], c[3]);
 }
 
+// The same of several eights, in few instructions: a kernel has read none of these before, and
+// every read of them stands in line behind weights.
+template <int kGroups>
+__device__ inline void write_tile(const StreamArgs &a, int tile, int slice, int token, int lane,
+                                  const float (&c)[kGroups][4]) {
+  const int g = lane >> 2;
+  token += 2 * (lane & 3);
+  if (a.paired) {
+    const Split &split = a.pair.split;
+    if (a.outputs[0].y != nullptr || a.pair.act != nullptr || split.groups > 0 || split.rows ||
+        split.data == nullptr) {
+#pragma unroll
+      for (int t = 0; t < kGroups; t++)
+        write_group(a, tile, slice, token - 2 * (lane & 3) + 8 * t, lane, c[t]);
+      return;
+    }
+    const int row = tile * 8 + g;
+    __half *to = split_at(split, token, row & ~7) + (row & 7);
+#pragma unroll
+    for (int t = 0; t < kGroups; t++) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const __half value = __float2half_rn(silu(c[t][i]) * c[t][i + 2] * split.scale);
+        if (token + 8 * t + i < a.tokens && row < a.parts[0].rows) to[i * 32] = value;
+      }
+      to += split.pieces * 512;
+    }
+    return;
+  }
+  int part = 0;
+  while (part + 1 < a.n_parts && tile >= a.parts[part + 1].first) part++;
+  const int row = (tile - a.parts[part].first) * 16 + g, rows = a.parts[part].rows;
+  const Output &output = a.outputs[part];
+  float *to =
+      output.y + slice * output.slice_stride + static_cast<int64_t>(token) * output.stride + row;
+#pragma unroll
+  for (int t = 0; t < kGroups; t++) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const bool there = token + 8 * t + i < a.tokens;
+      if (there && row < rows) to[0] = c[t][i];
+      if (there && row + 8 < rows) to[8] = c[t][i + 2];
+      to += i == 0 ? output.stride : 7 * output.stride;
+    }
+  }
+}
+
 // The lane, kept in a register: it is not to be asked for again in loops.
 __device__ inline int pinned_lane() {
   int lane;
@@ -264,6 +311,7 @@ template <int kTiles, int kGroups>
 __device__ inline void add_ways(const float *others, int first, int end,
                                 float (&sum)[kTiles][kGroups][4]) {
   constexpr int kSums = kTiles * kGroups * 4;
+#pragma unroll 1
   for (int w = first; w < end; w++) {
 #pragma unroll
     for (int i = 0; i < kSums; i++)
@@ -586,7 +634,7 @@ __device__ inline void few(const StreamArgs &a) {
       add_rows<kTokens>(a, tile, share.slice, lane, given + slot * kTokens * 16, shared_at(&came),
                         before, sum[0][0]);
     else
-      write_group(a, tile, share.slice, 0, lane, sum[0][0]);
+      write_tile(a, tile, share.slice, 0, lane, sum[0]);
   }
 }
 
@@ -776,20 +824,21 @@ __device__ inline void many(const StreamArgs &a) {
       if (way == 0) add_ways(to, 1, a.slice_ways, sum);
       if (set + a.set_tiles < share.last) meet(consumers);
     }
-    if (way != 0) continue;
-#pragma unroll
-    for (int m = 0; m < kTiles; m++) {
+#pragma unroll 1
+    for (int m = 0; m < kTiles && way == 0; m++) {
       const int slot = first + m;
       const bool lacks = kMixed ? m > 0 && row >= a.pairs : slot >= a.set_tiles;
-      if (lacks || set + slot >= share.last) continue;
-      if (kLate) scales[m] = row_scales(a, set + slot, share.last, own_lane);
+      if (!lacks && set + slot < share.last) {
+        if (kLate) scales[0] = row_scales(a, set + slot, share.last, own_lane);
 #pragma unroll
-      for (int t = 0; t < kGroups; t++) {
-        scale_group(a, scales[m], sum[m][t]);
+        for (int t = 0; t < kGroups; t++) scale_group(a, scales[0], sum[0][t]);
         if (kTiles * kGroups == 1 && a.joins > 1)
-          join_second(a, others + row * (a.ways - 1) * 128 + own_lane, scales[m], sum[m][t]);
-        write_group(a, set + slot, share.slice, token + t * 8, own_lane, sum[m][t]);
+          join_second(a, others + row * (a.ways - 1) * 128 + own_lane, scales[0], sum[0][0]);
+        write_tile(a, set + slot, share.slice, token, own_lane, sum[0]);
       }
+#pragma unroll
+      for (int i = 0; i < kGroups * 4; i++) sum[0][i >> 2][i & 3] = sum[kTiles - 1][i >> 2][i & 3];
+      scales[0] = scales[kTiles - 1];
     }
   }
 }
