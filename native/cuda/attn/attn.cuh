@@ -90,12 +90,17 @@ struct TileArgs {
   const int32_t *list;  // the columns that it is for, whole rows; null: all
   int n;
   int n_rows;      // of `rows`
-  float *partial;  // [columns][heads][units][d]
+  float *partial;  // [columns][heads][units][d], dims as partial_place has them
   // attn_tile sets these
   float2 *partial_sums;           // [columns][heads][units]: greatest score, sum
   int units, unit_chunks, first;  // chunks of a unit: kTileSpan or 1
   bool by_tile;                   // the grid has a place for every tile of a row, not column
 };
+// Where a partial result has dim d, a multiple of 4, and the three behind it. Of 64 dims, every
+// fourth four lie together: so the lanes that have a row's store whole sectors.
+__device__ inline int partial_place(int d) {
+  return (d & ~63) + ((d >> 2 & 3) << 4) + ((d >> 4 & 3) << 2);
+}
 // Whether it is there for such heads on this device.
 bool attn_tile_runs(Device *device, int format, int head_dim);
 // Whether it does what attn_heads does of columns that are rows of their own: for heads of whole

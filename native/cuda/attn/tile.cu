@@ -212,10 +212,11 @@ __device__ __forceinline__ void reduce_units(const TileArgs &a, const Work &w, i
   const int head = blockIdx.y, group = a.heads / a.kv.kv_heads;
   float acc[kUsed][2 * kOwn], most[kUsed], total[kUsed];
   int limit[kUsed];  // keys that the query of this lane's row sees
+  const int sees_first = a.columns.position[w.column] + 1;  // of the first column's
 #pragma unroll
   for (int m = 0; m < kUsed; m++) {
     const int pair = m * 8 + g;
-    limit[m] = pair < w.pairs ? a.columns.position[w.column] + (w.pair + pair) / group + 1 : 0;
+    limit[m] = pair < w.pairs ? sees_first + (w.pair + pair) / group : 0;
     most[m] = -INFINITY;
     total[m] = 0;
 #pragma unroll
@@ -337,13 +338,20 @@ __device__ __forceinline__ void reduce_units(const TileArgs &a, const Work &w, i
       const int pair = m * 8 + g;
       // Not of this block, or a unit that the column does not have.
       if (pair < w.pairs && unit * a.unit_chunks * kKeys < limit[m]) {
-        const int p = w.pair + pair;
+        const int column = limit[m] - sees_first, query = w.pair + pair - column * group;
         const int64_t index =
-            (static_cast<int64_t>(w.index + p / group) * a.heads + head * group + p % group) *
-                a.units +
+            (static_cast<int64_t>(w.index + column) * a.heads + head * group + query) * a.units +
             unit;
-        float *to = a.partial + index * kDim + warp * (kDim / kWarps) + t * 2 * kOwn;
-        save(to, acc[m]);
+        float *const to = a.partial + index * kDim;
+        const int dim = warp * (kDim / kWarps) + t * 2 * kOwn;
+        if constexpr (kOwn == 1) {
+          save(to + partial_place(dim & ~3) + (dim & 3), acc[m]);
+        } else {
+#pragma unroll
+          for (int i = 0; i < 2 * kOwn; i += 4)
+            *reinterpret_cast<float4 *>(to + partial_place(dim + i)) =
+                make_float4(acc[m][i], acc[m][i + 1], acc[m][i + 2], acc[m][i + 3]);
+        }
         if (warp == 0 && t == 0) a.partial_sums[index] = make_float2(most[m], total[m]);
       }
       most[m] = -INFINITY;
@@ -423,35 +431,59 @@ __device__ __forceinline__ void float_queries(const TileArgs &a, const Work &w, 
   }
 }
 
-// Fragments of queries as heads.cu leaves them: zeros of those that are not there.
+// Every `step`th query of a block, without a division for each.
+struct Queries {
+  int pair, column, query, group;
+  __device__ Queries(const Work &w, int first, int of_group)
+      : pair(first), column((w.pair + first) / of_group), group(of_group) {
+    query = w.pair + first - column * group;
+  }
+  __device__ void advance(int step) {
+    pair += step;
+    query += step;
+    for (; query >= group; query -= group) column++;
+  }
+};
+
+// Copies fragments of queries as heads.cu leaves them: zeros of those that are not there.
 template <int kWarps, int kFormat, int kDim, int kTiles>
-__device__ __forceinline__ void copy_queries(const TileArgs &a, const Work &w, int slots,
-                                             uint8_t *memory) {
+struct QueryCopy {
   typedef Layout<kWarps, kFormat, kDim, kTiles> L;
-  constexpr int kPieces = kDim / 4, kSteps = kDim / 16, kThreads = L::kThreads;
-  const int head = blockIdx.y, group = a.heads / a.kv.kv_heads;
-  const auto column_of = [&](int pair) { return w.column + (w.pair + pair) / group; };
-  const auto query_of = [&](int pair) { return head * group + (w.pair + pair) % group; };
-  for (int i = threadIdx.x; i < slots * 8 * kPieces; i += kThreads) {
-    const int pair = i / kPieces, piece = i % kPieces;
-    const bool there = pair < w.pairs;
-    const int of = there ? pair : 0;
-    copy_async<16>(
-        memory + L::kQuery +
-            (((pair >> 3) * kSteps + (piece >> 2)) * 32 + (pair & 7) * 4 + (piece & 3)) * 16,
-        a.q + static_cast<int64_t>(column_of(of)) * a.q_stride + query_of(of) * kDim + piece * 4,
-        there);
+  static constexpr int kPieces = kDim / 4, kSteps = kDim / 16, kThreads = L::kThreads;
+  static constexpr int kTogether = kThreads / kPieces, kSums = kThreads / 8;
+  const TileArgs &a;
+  const Work &w;
+  Queries at, sums_at;
+  __device__ QueryCopy(const TileArgs &args, const Work &work)
+      : a(args),
+        w(work),
+        at(work, threadIdx.x / kPieces, args.heads / args.kv.kv_heads),
+        sums_at(work, threadIdx.x / 8, args.heads / args.kv.kv_heads) {}
+
+  __device__ void operator()(int slots, uint8_t *memory) {
+    static_assert(kThreads % kPieces == 0, "a thread has one piece of queries");
+    const int piece = threadIdx.x % kPieces, channels = threadIdx.x % 8;
+    const int64_t row = static_cast<int64_t>(w.column) * a.heads + blockIdx.y * at.group;
+    const float *const q = a.q + static_cast<int64_t>(w.column) * a.q_stride +
+                           blockIdx.y * at.group * kDim + piece * 4;
+    uint8_t *const to = memory + L::kQuery + ((piece >> 2) * 32 + (piece & 3)) * 16;
+#pragma unroll 4
+    for (; at.pair < slots * 8; at.advance(kTogether)) {
+      const bool there = at.pair < w.pairs;
+      const int from = there ? at.column * a.q_stride + at.query * kDim : 0;
+      copy_async<16>(to + ((at.pair >> 3) * kSteps * 32 + (at.pair & 7) * 4) * 16, q + from, there);
+    }
+    if (!L::kQ4) return;
+    const float *const sums = a.q_sums + row * 8 + channels;
+    for (; sums_at.pair < slots * 8; sums_at.advance(kSums)) {
+      const bool there = sums_at.pair < w.pairs;
+      const int from = there ? (sums_at.column * a.heads + sums_at.query) * 8 : 0;
+      copy_async<4>(
+          memory + L::kSums + (((sums_at.pair >> 3) * 8 + channels) * 8 + (sums_at.pair & 7)) * 4,
+          sums + from, there);
+    }
   }
-  for (int i = threadIdx.x; L::kQ4 && i < slots * 8 * 8; i += kThreads) {
-    const int pair = i >> 3, channels = i & 7;
-    const bool there = pair < w.pairs;
-    const int of = there ? pair : 0;
-    copy_async<4>(
-        memory + L::kSums + (((pair >> 3) * 8 + channels) * 8 + (pair & 7)) * 4,
-        a.q_sums + (static_cast<int64_t>(column_of(of)) * a.heads + query_of(of)) * 8 + channels,
-        there);
-  }
-}
+};
 
 // heads: made from them, or null.
 template <int kWarps, int kFormat, int kDim, int kTiles, bool kMakes>
@@ -487,16 +519,18 @@ __device__ __forceinline__ void tile(const TileArgs &a, const HeadsArgs *heads) 
                                        : a.columns.position[w.column] - kRecent;
   const bool early = kMakes || (begin + 1) * kKeys <= before;
   if (early) loader.load(memory + L::kFirst);
-  if constexpr (kMakes)
-    make_heads<kWarps, kFormat, kDim>(*heads, w, group, own, memory);
-  else
-    wait_before();
-  if (!early) loader.load(memory + L::kFirst);
   const int used = (w.pairs + 7) / 8;
   const int slots = kTiles == 1 ? 1 : (used == 1 ? 1 : kTiles);
-  if constexpr (!kMakes && kDim == kFragmentDim) {
-    if (a.q_sums != nullptr) copy_queries<kWarps, kFormat, kDim, kTiles>(a, w, slots, memory);
+  if constexpr (kMakes) {
+    make_heads<kWarps, kFormat, kDim>(*heads, w, group, own, memory);
+  } else if constexpr (kDim == kFragmentDim) {
+    QueryCopy<kWarps, kFormat, kDim, kTiles> copy_queries(a, w);
+    wait_before();
+    if (a.q_sums != nullptr) copy_queries(slots, memory);
+  } else {
+    wait_before();
   }
+  if (!early) loader.load(memory + L::kFirst);
   copy_commit();
   if (!(kMakes ? L::kMakesFragments : kDim == kFragmentDim && a.q_sums != nullptr))
     float_queries<kWarps, kFormat, kDim, kTiles, kMakes>(a, w, slots, memory);

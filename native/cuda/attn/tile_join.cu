@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ float totals[kParts];
   allow_next();
   const int d = a.kv.head_dim, head = blockIdx.y, part = threadIdx.x / (kDims / 4);
-  const int place = threadIdx.x % (kDims / 4), dim = blockIdx.z * kDims + place * 4;
+  const int place = threadIdx.x % (kDims / 4), dim = partial_place(blockIdx.z * kDims + place * 4);
   const int at = a.first + blockIdx.x, column = a.list != nullptr ? a.list[at] : at;
   const int position = a.columns.position[column];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
