@@ -73,17 +73,29 @@ __device__ inline void split_store2(const Split &to, int token, int k, float fir
         __floats2half2_rn(first * to.scale, second * to.scale);
 }
 
+// Whether it is one of the forms with rows.
+__device__ inline bool split_is_rows(const Split &to) {
+  return to.groups > 0 || to.rows;
+}
+
+// Eight elements as it has them.
+__device__ inline uint4 split_halves8(const Split &to, const float (&values)[8]) {
+  alignas(16) __half2 halves[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    halves[i] = __halves2half2(__float2half_rn(values[2 * i] * to.scale),
+                               __float2half_rn(values[2 * i + 1] * to.scale));
+  return *reinterpret_cast<const uint4 *>(halves);
+}
+
 // Eight elements from k on, a multiple of 8.
 __device__ inline void split_store8(const Split &to, int token, int k, const float (&values)[8]) {
   if (to.groups > 0) {
     panel_store8(panel_of(to), token, k, values);
     return;
   }
-  alignas(16) __half2 halves[4];
-#pragma unroll
-  for (int i = 0; i < 4; i++)
-    halves[i] = __halves2half2(__float2half_rn(values[2 * i] * to.scale),
-                               __float2half_rn(values[2 * i + 1] * to.scale));
+  const uint4 all = split_halves8(to, values);
+  const __half2 *const halves = reinterpret_cast<const __half2 *>(&all);
   if (to.rows) {
     uint8_t *const row = split_row(to, token, k);
 #pragma unroll
@@ -91,7 +103,7 @@ __device__ inline void split_store8(const Split &to, int token, int k, const flo
       *reinterpret_cast<__half2 *>(row + panel_byte(token, k + 2 * i)) = halves[i];
     return;
   }
-  *reinterpret_cast<uint4 *>(split_at(to, token, k)) = *reinterpret_cast<const uint4 *>(halves);
+  *reinterpret_cast<uint4 *>(split_at(to, token, k)) = all;
 }
 
 }  // namespace ksl

@@ -10,8 +10,15 @@ namespace ksl {
 namespace {
 
 constexpr int kParts = 4;
+constexpr int kPartThreads = 256;
+// Of a processor: registers for more would keep blocks from coming up beside those of a product.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int kPartBlocks = 1;  // it has enough
+#else
+constexpr int kPartBlocks = 4;
+#endif
 
-// Before parts_sum: `came` is where the sums arrive.
+// Before parts_sum: `came` is where the sums arrive. All blocks of the cluster have begun then.
 __device__ inline void begin_parts(unsigned came) {
   if (threadIdx.x == 0) {
     bulk_barrier(came, 1);
@@ -19,19 +26,58 @@ __device__ inline void begin_parts(unsigned came) {
     bulk_expect(came, kParts * (blockDim.x >> 5) * sizeof(float));
   }
   cluster_arrive();
+  __syncthreads();
+  cluster_began();
 }
-// block_sum over the blocks of a cluster, which have begun before their warps give each other sums.
-// Nobody waits for what has been stored before, as for a barrier of the cluster.
-__device__ inline float parts_sum(float v, int part, float *scratch, unsigned came) {
+// block_sum over the blocks of a cluster. Nobody waits for what has been stored before, as for a
+// barrier of the cluster. gives: false, and it is the sum of nothing.
+__device__ inline float parts_sum(float v, int part, const float4 *scratch, unsigned came,
+                                  bool gives) {
   const int warps = blockDim.x >> 5, lane = threadIdx.x & 31;
   v = warp_sum(v);
-  cluster_began();
-  if (lane < kParts)
-    cluster_give(shared_at(scratch + part * warps + (threadIdx.x >> 5)), v, came, lane);
-  bulk_wait(came, 0);
+  if (gives) {
+    if (lane < kParts)
+      cluster_give(shared_at(scratch) + 4 * (part * warps + (threadIdx.x >> 5)), v, came, lane);
+    bulk_wait(came, 0);
+  }
+  constexpr int kFours = kParts * kPartThreads / 32 / 4;
+  float4 four[kFours];
+#pragma unroll
+  for (int i = 0; i < kFours; i++)
+    if (4 * i < kParts * warps) four[i] = scratch[i];
   float sum = 0;
-  for (int i = 0; i < kParts * warps; i++) sum += scratch[i];
+#pragma unroll
+  for (int i = 0; i < kFours; i++)
+    if (4 * i < kParts * warps) sum = (((sum + four[i].x) + four[i].y) + four[i].z) + four[i].w;
   return sum;
+}
+
+// Loads and stores that may be left out without a branch around what they need or make.
+__device__ inline void load8_if(bool wanted, const float *p, float (&v)[kRun]) {
+  asm volatile(
+      "{\n .reg .pred wanted;\n setp.ne.u32 wanted, %9, 0;\n"
+      " @wanted ld.global.v4.f32 {%0, %1, %2, %3}, [%8];\n"
+      " @wanted ld.global.v4.f32 {%4, %5, %6, %7}, [%8 + 16];\n}"
+      : "+f"(v[0]), "+f"(v[1]), "+f"(v[2]), "+f"(v[3]), "+f"(v[4]), "+f"(v[5]), "+f"(v[6]),
+        "+f"(v[7])
+      : "l"(p), "r"(static_cast<unsigned>(wanted))
+      : "memory");
+}
+__device__ inline void store8_if(bool wanted, float *p, const float (&v)[kRun]) {
+  asm volatile(
+      "{\n .reg .pred wanted;\n setp.ne.u32 wanted, %9, 0;\n"
+      " @wanted st.global.v4.f32 [%8], {%0, %1, %2, %3};\n"
+      " @wanted st.global.v4.f32 [%8 + 16], {%4, %5, %6, %7};\n}" ::"f"(v[0]),
+      "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]), "l"(p),
+      "r"(static_cast<unsigned>(wanted))
+      : "memory");
+}
+__device__ inline void store16_if(bool wanted, void *p, const uint4 &v) {
+  asm volatile(
+      "{\n .reg .pred wanted;\n setp.ne.u32 wanted, %5, 0;\n"
+      " @wanted st.global.v4.u32 [%4], {%0, %1, %2, %3};\n}" ::"r"(v.x),
+      "r"(v.y), "r"(v.z), "r"(v.w), "l"(p), "r"(static_cast<unsigned>(wanted))
+      : "memory");
 }
 
 // The hidden state of a column's slab, whose place its row takes.
@@ -58,40 +104,26 @@ struct Hidden {
   }
 };
 
-// The sum of the first slices, all of them on their way at one time; the number of the next.
-__device__ inline int add_first(const float *from, const Slices &slices, int64_t stride,
-                                float (&y)[kRun]) {
-  constexpr int kAhead = 4;
-  float more[kAhead - 1][kRun];
-  load8(from, y);
+// Slices that are on their way at one time.
+constexpr int kMostAhead = 4;
+// Adds the first slices in the order of all: those that are not there are zeros and left out.
+__device__ inline void add_slices(float (&y)[kMostAhead][kRun], const Slices &slices) {
+  const auto add = [](bool wanted, float (&to)[kRun], const float (&v)[kRun]) {
 #pragma unroll
-  for (int k = 1; k < kAhead; k++)
-    if (k < slices.n) load8(from + k * stride, more[k - 1]);
-  const auto add = [](float (&to)[kRun], const float (&v)[kRun]) {
-#pragma unroll
-    for (int k = 0; k < kRun; k++) to[k] += v[k];
+    for (int k = 0; k < kRun; k++) to[k] = wanted ? to[k] + v[k] : to[k];
   };
-  if (slices.n > 3 && slices.pairs) add(more[1], more[2]);
-  if (slices.n > 1) add(y, more[0]);
-  if (slices.n > 2) add(y, more[1]);
-  if (slices.n > 3 && !slices.pairs) add(y, more[2]);
-  return kAhead;
+  add(slices.n > 3 && slices.pairs, y[2], y[3]);
+  add(slices.n > 1, y[0], y[1]);
+  add(slices.n > 2, y[0], y[2]);
+  add(slices.n > 3 && !slices.pairs, y[0], y[3]);
 }
 
 // Rows are padded to 16 elements, so whole runs may be read; what lies behind the width stays zero.
-template <int kPasses, bool kParted, bool kKeeps>
-__device__ __forceinline__ void norm_row(const NormArgs &a) {
-  static_assert(!kParted || kPasses == 1, "a row at once");
+template <int kPasses, bool kKeeps>
+__global__ void __launch_bounds__(1024) norm_kernel(const __grid_constant__ NormArgs a) {
   allow_next();
   __shared__ float scratch[32];
-  __shared__ uint64_t came;
-  if (kParted) {
-    begin_parts(shared_at(&came));
-    __syncthreads();
-  }
-  const int column = kParted ? blockIdx.x / kParts : blockIdx.x;
-  const int part = kParted ? blockIdx.x % kParts : 0;
-  const int first = part * blockDim.x + threadIdx.x;
+  const int column = blockIdx.x, first = threadIdx.x;
   // No kernel writes it, so it is fetched before waiting where registers can hold it.
   constexpr bool kEarly = kPasses == 1;
   float gain[kRun];
@@ -110,16 +142,11 @@ __device__ __forceinline__ void norm_row(const NormArgs &a) {
     if (a.add != nullptr) {
       float y[kRun];
       const float *from = a.add + at + i;
-      int next = 1 + a.slices.pairs;
-      if constexpr (kParted) {
-        next = add_first(from, a.slices, a.slice_stride, y);
-      } else {
-        load8(from, y);
-        if (a.slices.pairs) add8(from + a.slice_stride, y);
-      }
+      load8(from, y);
+      if (a.slices.pairs) add8(from + a.slice_stride, y);
       // Wide rows have no registers for loads of more slices.
-#pragma unroll kPasses == 1 && !kParted ? 4 : 1
-      for (int slice = next; slice < a.slices.n; slice++) {
+#pragma unroll kPasses == 1 ? 4 : 1
+      for (int slice = 1 + a.slices.pairs; slice < a.slices.n; slice++) {
         float more[kRun];
         load8(from + slice * a.slice_stride, more);
         if (a.slices.pairs) add8(from + ++slice * a.slice_stride, more);
@@ -133,8 +160,7 @@ __device__ __forceinline__ void norm_row(const NormArgs &a) {
     }
     square = add_squares(x[pass], i, a.width, square);
   }
-  square =
-      kParted ? parts_sum(square, part, scratch, shared_at(&came)) : block_sum(square, scratch);
+  square = block_sum(square, scratch);
   if (a.gain == nullptr) return;
   const float r = norm_factor(square, a.width, a.eps);
   const bool zero = a.zero_at != nullptr && a.zero_at[column] == 0;
@@ -158,7 +184,7 @@ __device__ __forceinline__ void norm_row(const NormArgs &a) {
       hidden.store(i, a.width, old, v);
     }
   }
-  if (kParted || !a.split.direct) return;
+  if (!a.split.direct) return;
   const Panel8 to = panel8_of(a.split);
   const int exponent = panel8_exponent(block_max(most, scratch));
   const float scale = __int_as_float((127 + exponent) << 23);
@@ -170,16 +196,66 @@ __device__ __forceinline__ void norm_row(const NormArgs &a) {
   if (threadIdx.x == 0) to.inverse[column] = __int_as_float((127 - exponent) << 23);
 }
 
-template <int kPasses, bool kKeeps>
-__global__ void __launch_bounds__(1024) norm_kernel(const __grid_constant__ NormArgs a) {
-  norm_row<kPasses, false, kKeeps>(a);
-}
-constexpr int kPartThreads = 256;
+// The same of rows that a cluster divides. A block goes through it twice: the first time it waits
+// for nothing, takes nothing and leaves nothing, but for the second time the code is there.
 template <bool kKeeps>
-__global__ void __cluster_dims__(kParts) __launch_bounds__(kPartThreads)
+__global__ void __cluster_dims__(kParts) __launch_bounds__(kPartThreads, kPartBlocks)
     norm_parts_kernel(const __grid_constant__ NormArgs a) {
-  norm_row<1, true, kKeeps>(a);
+  allow_next();
+  __shared__ float4 scratch[kParts * kPartThreads / 32 / 4];
+  __shared__ uint64_t came;
+  begin_parts(shared_at(&came));
+  const int column = blockIdx.x / kParts, part = blockIdx.x % kParts;
+  const int i = (part * blockDim.x + threadIdx.x) * kRun;
+  const bool there = i < a.width;
+  float gain[kRun] = {}, old[kRun] = {};
+  load8_if(there && a.gain != nullptr, a.gain + i, gain);
+  if (kKeeps) Hidden(a, column).load(i, a.width, old);
+  const int64_t at = static_cast<int64_t>(column) * a.stride + i;
+  const float *const from = a.add + at;
+  const bool adds = a.add != nullptr;
+#pragma unroll 1
+  for (int round = first_round(); round < 2; round++) {
+    const bool real = round == 1;
+    if (real) wait_before();
+    const bool works = real && there;
+    float x[kRun] = {}, y[kMostAhead][kRun] = {};
+    load8_if(works, a.x + at, x);
+#pragma unroll
+    for (int k = 0; k < kMostAhead; k++)
+      load8_if(works && adds && k < a.slices.n, from + k * a.slice_stride, y[k]);
+    if (adds) {
+      add_slices(y, a.slices);
+      // More of them come one by one, or two by two.
+      for (int slice = kMostAhead; works && slice < a.slices.n; slice++) {
+        float more[kRun];
+        load8(from + slice * a.slice_stride, more);
+        if (a.slices.pairs) add8(from + ++slice * a.slice_stride, more);
+#pragma unroll
+        for (int k = 0; k < kRun; k++) y[0][k] += more[k];
+      }
+      store8_if(works && a.added != nullptr, a.added + at, y[0]);
+#pragma unroll
+      for (int k = 0; k < kRun; k++) x[k] += y[0][k];
+      store8_if(works, a.x + at, x);
+    }
+    const float square =
+        parts_sum(add_squares(x, i, a.width, 0), part, scratch, shared_at(&came), real);
+    if (a.gain == nullptr) continue;
+    const float r = norm_factor(square, a.width, a.eps);
+    const bool zero = a.zero_at != nullptr && a.zero_at[column] == 0;
+#pragma unroll
+    for (int k = 0; k < kRun; k++) x[k] = zero || i + k >= a.width ? 0.0f : x[k] * r * gain[k];
+    store8_if(works && a.out != nullptr, a.out + static_cast<int64_t>(column) * a.out_stride + i,
+              x);
+    if (works && a.split.data != nullptr && split_is_rows(a.split))
+      split_store8(a.split, column, i, x);
+    store16_if(works && a.split.data != nullptr && !split_is_rows(a.split),
+               split_at(a.split, column, i), split_halves8(a.split, x));
+    if (kKeeps && works) Hidden(a, column).store(i, a.width, old, x);
+  }
 }
+
 constexpr int kOneBlock = 1024;  // elements that one block has as soon
 
 template <bool kKeeps>

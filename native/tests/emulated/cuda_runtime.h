@@ -661,6 +661,9 @@ inline void bulk_load(unsigned to, const void *from, unsigned bytes, unsigned ba
   bulk_load(to, from, bytes, barrier);
 }
 inline void bulk_ahead(const void *, unsigned) {}
+inline int first_round() {
+  return 0;
+}
 inline int pinned(int v) {
   return v;
 }
