@@ -110,12 +110,13 @@ def columns(driver: Driver, depth: int) -> None:
 
 
 def steps(driver: Driver) -> None:
-    """Rows of one token, so many that their states come into shared memory."""
+    """Rows of one token: so many that their states come into shared memory, and fewer."""
     streams = [driver.begin(slot, first_block=slot) for slot in range(6)]
     cuts = [((1, 6 + n),) if n < 4 else () for n in range(6)]
     driver.wave(
         [s.row(RowKind.PREFILL, IDS[:1], cuts=c) for s, c in zip(streams, cuts, strict=True)]
     )
+    driver.wave([deep(stream, 1, 1) for stream in streams[:4]])
 
 
 def prompts(driver: Driver) -> None:
