@@ -19,7 +19,7 @@ constexpr int kValueTokens = (kBatch + kQuarters - 1) / kQuarters;  // of a thre
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 constexpr int kRegisters = 128;
 #else
-constexpr int kRegisters = 112;  // what 13 warps of 88 leave, see stream_many
+constexpr int kRegisters = 112;  // what is left beside a product of few tokens, see leaves_room
 #endif
 typedef Dims<kWide> Lane;
 
