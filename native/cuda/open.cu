@@ -319,7 +319,6 @@ int make_scratch(Backend *b, ksl_error *error) {
   b->d_head_columns = own_many<int32_t>(b, jobs);
   b->d_sample_jobs = own_many<SampleJob>(b, jobs);
   b->d_logprob_jobs = own_many<LogprobJob>(b, jobs);
-  b->d_ids = own_many<int32_t>(b, jobs);
   b->rows = alloc_many<RowPlan>(b->alloc, slots);
   b->row_info = pinned_many<RowInfo>(b, slots);
   b->committed = pinned_many<RowInfo>(b, slots);
@@ -358,7 +357,6 @@ int make_scratch(Backend *b, ksl_error *error) {
                               b->d_head_columns,
                               b->d_sample_jobs,
                               b->d_logprob_jobs,
-                              b->d_ids,
                               b->rows,
                               b->row_info,
                               b->committed,

@@ -168,7 +168,6 @@ struct Backend {
   int32_t *d_job_columns, *d_head_columns;
   SampleJob *d_sample_jobs;
   LogprobJob *d_logprob_jobs;
-  int32_t *d_ids;  // that are marked
   ksl_logprob *d_entries;
   int32_t *d_marks;
   int marks_capacity;
